@@ -64,7 +64,7 @@ def _modes() -> tuple[bool, bool]:
 
 
 @dataclass(slots=True, eq=False)
-class _Kernel:
+class _RecordedOperator:
     """One recorded operator, which ``run`` runs again. ``constant``: the result depends on no tensor's values."""
 
     run: Callable[[], Any]
@@ -100,7 +100,7 @@ class _TapeMode(OperatorMode):
     def __init__(self, reads: KnownReads, given: BatchAnswers | None) -> None:
         super().__init__(given)
         self._reads = reads
-        self.kernels: list[_Kernel] = []
+        self.kernels: list[_RecordedOperator] = []
         self.failure: str | None = None
         self.changed: tuple[HostRead, Any] | None = None
         """The first read whose value differs from the traces, and that value."""
@@ -138,7 +138,7 @@ class _TapeMode(OperatorMode):
         outcome = read.outcome_of(held).item()
         if self.changed is None and outcome != read.outcome:
             self.changed = read, outcome
-        self.kernels.append(_Kernel(lambda: read.compare(read.outcome_of(held).item())))
+        self.kernels.append(_RecordedOperator(lambda: read.compare(read.outcome_of(held).item())))
         return tree_map_only(Tensor, Tensor.clone, read.value), read
 
     def check_outcome(self) -> None:
@@ -151,7 +151,7 @@ class _TapeMode(OperatorMode):
         """Save the generator's state, and record that replays save it here too."""
         saved = [generator.get_state()]
         self._saved[id(saved[0])] = generator, saved
-        self.kernels.append(_Kernel(lambda: saved.__setitem__(0, generator.get_state())))
+        self.kernels.append(_RecordedOperator(lambda: saved.__setitem__(0, generator.get_state())))
         return saved[0]
 
     def put_state(self, generator: torch.Generator, state: Tensor) -> None:
@@ -161,7 +161,7 @@ class _TapeMode(OperatorMode):
         if owner is not generator:
             self.fail("the state of a generator is set to one that the step did not save")
         else:
-            self.kernels.append(_Kernel(lambda: generator.set_state(saved[0])))
+            self.kernels.append(_RecordedOperator(lambda: generator.set_state(saved[0])))
 
     def operate(self, unwatched: Unwatched, call: OperatorCall) -> Any:
         schema = call.schema
@@ -202,7 +202,7 @@ class _TapeMode(OperatorMode):
         given, named = _alias(call.args, aliases), {name: _alias(value, aliases) for name, value in call.kwargs.items()}
         tensors = [alias for _, alias in aliases] + [made for made in outs if made is not None]
         run = self._compile(OperatorCall(schema, given, named), outs, is_pure=is_pure)
-        self._keep(_Kernel(run, writes, tensors, schema.name in _CONSTANT, switches=self._switched()))
+        self._keep(_RecordedOperator(run, writes, tensors, schema.name in _CONSTANT, switches=self._switched()))
 
     def _compile(self, call: OperatorCall, outs: list[Tensor | None], *, is_pure: bool) -> Callable[[], Any]:
         """Return a function that runs an operator again. ``outs`` has for each result the tensor to fill, or None."""
@@ -224,7 +224,7 @@ class _TapeMode(OperatorMode):
                 return partial(fill, **dict(zip(names, outs, strict=True)))
         return _copying(run, outs)
 
-    def _keep(self, kernel: _Kernel) -> None:
+    def _keep(self, kernel: _RecordedOperator) -> None:
         self.kernels.append(kernel)
         for memory in (t.untyped_storage() for t in kernel.tensors if t.layout is torch.strided):
             self.sizes[memory._cdata] = max(memory.nbytes(), self.sizes.get(memory._cdata, 0))
@@ -238,7 +238,7 @@ class _TapeMode(OperatorMode):
 
     def _record_constant(self, value: Tensor) -> None:
         args = (value.detach(), value.detach().clone())
-        self._keep(_Kernel(partial(_COPY.call, *args), [storage_id(value)], list(args), constant=True))
+        self._keep(_RecordedOperator(partial(_COPY.call, *args), [storage_id(value)], list(args), constant=True))
 
 
 def _form(call: OperatorCall, outs: list[Tensor | None]) -> Any:

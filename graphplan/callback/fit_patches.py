@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import distributed
 from torch.amp.grad_scaler import OptState
 
-from graphplan.callback.logging.late_numbers import HostCopy
+from graphplan.callback.logging.late_numbers import AsyncHostCopy
 from graphplan.callback.patches import Patches
 from graphplan.environment.devices import is_accelerator
 
@@ -102,7 +102,7 @@ class LaggingSigterm:
         if not is_accelerator(device):
             return lambda: work.wait() and int(highest.item())
         work.wait()  # The device's stream waits, not the host.
-        copy = HostCopy(highest)
+        copy = AsyncHostCopy(highest)
         return lambda: int(copy.wait().item())
 
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from graphplan.callback.gates import has_hook
 from graphplan.owners.kinds import SCALARS
-from graphplan.owners.slots import Reached, Via
+from graphplan.owners.slots import ConditionalOwner, OwnerByAttribute
 from graphplan.owners.views import ReadOnly
 from graphplan.specs.paths import free_name
 
@@ -54,7 +54,7 @@ def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
         progress = getattr(holder, name)
         for part in ("total", "current"):
             known = [number for number in _PROGRESS if hasattr(getattr(progress, part), number)]
-            owners[f"trainer.{name}.{part}"] = Via(ReadOnly(getattr(progress, part), known), name)
+            owners[f"trainer.{name}.{part}"] = OwnerByAttribute(ReadOnly(getattr(progress, part), known), name)
     for index, config in enumerate(trainer.lr_scheduler_configs):
         owners[f"lr_schedulers[{index}]"] = config.scheduler
     return owners
@@ -64,22 +64,22 @@ def trainer_objects(trainer: Trainer) -> dict[str, Any]:
     """Return owners that a step's code may reach through the Trainer. Each is walked only if the code uses its name."""
     anything: Any = trainer
     owners: dict[str, Any] = {
-        "trainer (its attributes)": Reached(trainer, ["trainer"], without=["callbacks"]),
-        "trainer.strategy": Reached(trainer.strategy, ["strategy"]),
-        "trainer.precision_plugin": Reached(trainer.precision_plugin, ["precision_plugin"]),
+        "trainer (its attributes)": ConditionalOwner(trainer, ["trainer"], without=["callbacks"]),
+        "trainer.strategy": ConditionalOwner(trainer.strategy, ["strategy"]),
+        "trainer.precision_plugin": ConditionalOwner(trainer.precision_plugin, ["precision_plugin"]),
     }
     for index, logger in enumerate(trainer.loggers):
-        owners[f"trainer.loggers[{index}]"] = Reached(logger, ["logger", "loggers"])
+        owners[f"trainer.loggers[{index}]"] = ConditionalOwner(logger, ["logger", "loggers"])
     datamodule = getattr(anything, "datamodule", None)
     if datamodule is not None:
-        owners["trainer.datamodule"] = Reached(datamodule, ["datamodule"])
+        owners["trainer.datamodule"] = ConditionalOwner(datamodule, ["datamodule"])
     for name in ("dataset", "sampler", "batch_sampler"):
         part = getattr(trainer.train_dataloader, name, None)
         if part is not None:
-            owners[f"trainer.train_dataloader.{name}"] = Reached(part, ["train_dataloader"])
+            owners[f"trainer.train_dataloader.{name}"] = ConditionalOwner(part, ["train_dataloader"])
     for callback in anything.callbacks:
         name = free_name(f"trainer.callbacks[{type(callback).__name__}]", owners)
-        owners[name] = Reached(callback, _CALLBACKS)
+        owners[name] = ConditionalOwner(callback, _CALLBACKS)
     return owners
 
 

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from graphplan.effects.allowed import shorten
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError
+from graphplan.observe.container_uses import ContainerUse, container_uses
 from graphplan.observe.executed_code import is_of_module
-from graphplan.observe.looks import ContainerUse, container_uses
 from graphplan.observe.source import Source
 from graphplan.owners.kinds import MAX_ITEMS, PLAIN
 from graphplan.owners.slots import Items, Namespace, Scalar, Walk

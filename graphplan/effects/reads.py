@@ -17,7 +17,7 @@ from graphplan.observe.source import find_load
 from graphplan.observe.type_calls import calls_type
 from graphplan.owners.contents import is_proxy, unseen
 from graphplan.owners.slots import Scalar, Walk
-from graphplan.owners.tensor_metadata import ABSENT, EXISTS, StandIn, difference, is_there
+from graphplan.owners.tensor_metadata import ABSENT, EXISTS, Sentinel, difference, is_there
 from graphplan.owners.views import CallNumbers
 from graphplan.specs.paths import Fact, Path, names
 from graphplan.tensors.symbolic import Question
@@ -121,7 +121,7 @@ def _found(place: str, walk: Walk) -> Any:
     found = walk.metadata(place)
     within = (f"{place}.", f"{place}[", f"len({place})")
     if found is ABSENT and any(path.startswith(within) for path in (*walk.slots, *walk.scalars, *walk.objects)):
-        return StandIn("an object")
+        return Sentinel("an object")
     return found
 
 

@@ -10,7 +10,7 @@ from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import CarryError, HostEffectError
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.specs.paths import Fact, names
-from graphplan.tensors.storages import Place, span
+from graphplan.tensors.storages import MemoryView, span
 from graphplan.trace.changes import Rebinding
 from graphplan.trace.records import Trace
 
@@ -163,6 +163,6 @@ def _partners(
     return partners
 
 
-def _overlap(one: Place, other: Place) -> bool:
+def _overlap(one: MemoryView, other: MemoryView) -> bool:
     same = one[0] is not None and one[0] == other[0] and one[4] == other[4]
     return same and one[1] < other[1] + span(*other[2:4]) and other[1] < one[1] + span(*one[2:4])

@@ -18,7 +18,7 @@ from typing_extensions import override
 from graphplan.environment.devices import current_stream, is_accelerator
 from graphplan.errors import BusyError, NotCapturedError, OptionError, SkipReason
 from graphplan.feed.signature import Feed, flatten
-from graphplan.program.leases import plain
+from graphplan.program.shared_buffers import plain
 from graphplan.specs.options import Checks, check_values, is_count, takes_optionally
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
@@ -267,7 +267,7 @@ class Graphed(GraphedStep):
             input=self.machine.buffers.nbytes,
             param=bytes_of(Role.PARAM),
             state=bytes_of(Role.STATE),
-            output=sum(program.outputs.lent_bytes for program in programs),
+            output=sum(program.outputs.shared_bytes for program in programs),
             pool=sum(program.nbytes for program in programs),
         )
 

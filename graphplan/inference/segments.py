@@ -12,7 +12,7 @@ from typing import Any
 
 from graphplan.errors import OptionError, RefusalError
 from graphplan.inference.graphed_functions import Graphed, Pool, ServeOptions
-from graphplan.program.leases import StaticOutput
+from graphplan.program.shared_buffers import StaticOutput
 from graphplan.report.rendering import Reports
 from graphplan.step.call_lock import runs_within_step
 from graphplan.tensors.trees import map_result

@@ -19,7 +19,7 @@ from graphplan.inference.graphed_functions import ServeOptions
 from graphplan.inference.segments import Pieces, Segment, Segments, name_of
 from graphplan.owners.walk import walk_owners
 from graphplan.program.guards import holds
-from graphplan.program.leases import plain
+from graphplan.program.shared_buffers import plain
 from graphplan.step.capture_sizes import tolerance
 from graphplan.tensors.trees import flatten_result, named_leaves
 from graphplan.trace.changes import same_value

@@ -77,7 +77,7 @@ def names_in(codes: Iterable[CodeType]) -> Names:
     return Names(any(dynamic), *(frozenset[Any]().union(*group) for group in groups))
 
 
-class SpelledNames:
+class LazyNameIndex:
     """The union of one field (``kind``) of :class:`Names` over many code objects. A name is looked up on demand, in the
     code that contains the word: to find all names in a large library's code takes as long as some steps.
     """
@@ -101,8 +101,8 @@ class SpelledNames:
         """Return True if code uses ``name`` as a name, and not only as a text, which an annotation may be."""
         return any(name in code.co_names for code in self._by_word().get(name, ()))
 
-    def __or__(self, other: SpelledNames) -> SpelledNames:
-        return SpelledNames(self._kind, (self._codes | other._codes).values())
+    def __or__(self, other: LazyNameIndex) -> LazyNameIndex:
+        return LazyNameIndex(self._kind, (self._codes | other._codes).values())
 
     def _by_word(self) -> Mapping[Any, list[CodeType]]:
         if not self._spelling:

@@ -30,7 +30,7 @@ from graphplan.errors import Faults
 from graphplan.observe.conversions import READERS, Conversions
 from graphplan.observe.executed_code import ExecutedCode, function_of
 from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
-from graphplan.observe.names import Names, SpelledNames, names_in, names_of
+from graphplan.observe.names import LazyNameIndex, Names, names_in, names_of
 from graphplan.observe.number_calls import note_code
 from graphplan.observe.source import find_source
 from graphplan.observe.subscripts import used_otherwise_by
@@ -70,7 +70,7 @@ class Reads:
 
     ran: dict[tuple[int, int], CodeType] = field(default_factory=dict)
     by_users: Names = field(default_factory=lambda: names_in(()))
-    by_packages: SpelledNames = field(default_factory=lambda: SpelledNames("attributes"))
+    by_packages: LazyNameIndex = field(default_factory=lambda: LazyNameIndex("attributes"))
     stored: set[tuple[int, str]] = field(default_factory=set)
     ask_classes: bool = False
     compared: set[type] = field(default_factory=set)
@@ -85,9 +85,9 @@ class Reads:
         return [(code, owner) for (_, owner), code in self.ran.items() if not is_library(code.co_filename)]
 
     @cached_property
-    def assigned(self) -> SpelledNames:
+    def assigned(self) -> LazyNameIndex:
         """Attributes that this code assigns other than by ``+=``."""
-        return SpelledNames("assigned", (code for code, _ in self.codes))
+        return LazyNameIndex("assigned", (code for code, _ in self.codes))
 
     @cached_property
     def methods_on(self) -> dict[int, list[CodeType]]:
@@ -373,7 +373,7 @@ class Profile:
         # The step raised no error: a call of `type` for an error's text has run only if code catches errors.
         may_ask = self._ask_classes or (self._ask_in_errors and self._handle_errors)
         ran = ((number, code) for (number, _), code in self._codes.items() if not is_library(code.co_filename))
-        by_packages = SpelledNames("attributes", (code for number, code in ran if number not in self._users))
+        by_packages = LazyNameIndex("attributes", (code for number, code in ran if number not in self._users))
         by_users = names_in(self.executed.codes)
         return Reads(self._codes, by_users, by_packages, self._stored, may_ask, self._compared)
 

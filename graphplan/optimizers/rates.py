@@ -22,7 +22,7 @@ from graphplan.optimizers.scaling import ScaledSteps
 from graphplan.tensors.symbolic import SymbolicNumber
 
 
-def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
+def device_rate_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
     """Return the dtype of a device learning rate for this group's kernel; None if it takes only Python floats. float64
     equals the Python float bitwise; the fused CUDA kernels take float32 only.
     """
@@ -32,7 +32,7 @@ def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
     return torch.float64 if group.get("capturable") and device != "cpu" else None
 
 
-class Shadow:
+class DeviceRate:
     """A device tensor that replaces one group's Python learning rate while a step runs."""
 
     __slots__ = ("_computed", "_replaced", "_version", "group", "last", "optimizer", "tensor")
@@ -90,16 +90,18 @@ class Shadow:
 
 
 class LearningRates:
-    """The shadows of parameter groups, the preparations, and ``scaled``: a context entered around each managed step."""
+    """The device learning rates of parameter groups, the preparations, and ``scaled``, a context entered around each
+    managed step.
+    """
 
     def __init__(self, scaled: ScaledSteps) -> None:
         self._scaled = scaled
-        self._shadows: dict[tuple[int, int], Shadow] = {}
+        self._device_rates: dict[tuple[int, int], DeviceRate] = {}
         self._preparations: list[Preparation] = []
         self._exits: ExitStack | None = None
         """The callbacks that run at exit; None while not entered."""
         self._is_lent = False
-        """Whether shadows replace the numbers only within the optimizers' own ``step``."""
+        """Whether device rates replace the numbers only within the optimizers' own ``step``."""
         self._hooked: set[int] = set()
         self._faults = Faults()
 
@@ -121,21 +123,21 @@ class LearningRates:
         for preparation in self._preparations:
             preparation.undo()
         self._preparations = []
-        self._shadows = {}
+        self._device_rates = {}
 
     def attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Shadow the groups whose kernels can read a device learning rate; renew shadows of replaced groups."""
+        """Make device rates for the groups whose kernels can read them; renew those of replaced groups."""
         # The dtype depends on the group's flags, which are set only within `kernels`.
         with self.kernels() if self._exits is None else nullcontext():
             for optimizer in optimizers:
                 for index, group in enumerate(optimizer.param_groups):
-                    key, dtype = (id(optimizer), index), shadow_dtype(group)
-                    if key in self._shadows:
-                        self._shadows[key].group = group
+                    key, dtype = (id(optimizer), index), device_rate_dtype(group)
+                    if key in self._device_rates:
+                        self._device_rates[key].group = group
                     elif dtype is not None and isinstance(group.get("lr"), Real):
-                        shadow = self._shadows[key] = Shadow(optimizer, group, dtype)
+                        device_rate = self._device_rates[key] = DeviceRate(optimizer, group, dtype)
                         if self._exits is not None:
-                            self._put_in(shadow, self._exits)
+                            self._put_in(device_rate, self._exits)
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
@@ -149,25 +151,26 @@ class LearningRates:
             exits.callback(preparation.leave)
             preparation.enter()
 
-    def _put_in(self, shadow: Shadow, exits: ExitStack) -> None:
-        """Put a shadow in its group until exit, or (``_is_lent``) only while the optimizer's ``step`` runs, without its
-        closure. In the first case the step's code may set another rate, which is replaced before the optimizer runs.
+    def _put_in(self, device_rate: DeviceRate, exits: ExitStack) -> None:
+        """Put a device rate in its group until exit, or (``_is_lent``) only while the optimizer's ``step`` runs, but
+        not its closure. In the first case the step's code may set another rate, which is replaced before the optimizer
+        runs.
         """
-        exits.callback(shadow.leave)
-        optimizer, is_lent = shadow.optimizer, self._is_lent
+        exits.callback(device_rate.leave)
+        optimizer, is_lent = device_rate.optimizer, self._is_lent
         if is_lent:
-            shadow.push()
+            device_rate.push()
         else:
-            shadow.enter()
+            device_rate.enter()
         if id(optimizer) in self._hooked:
             return
         self._hooked.add(id(optimizer))
 
         def lend() -> None:
-            self._each(optimizer, Shadow.enter if is_lent else Shadow.enter_computed)
+            self._each(optimizer, DeviceRate.enter if is_lent else DeviceRate.enter_computed)
 
         def take_back(*args: Any) -> None:
-            self._each(optimizer, Shadow.leave if is_lent else Shadow.leave_computed)
+            self._each(optimizer, DeviceRate.leave if is_lent else DeviceRate.leave_computed)
 
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             lend()
@@ -180,16 +183,16 @@ class LearningRates:
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(last.id, last=False)
 
-    def _each(self, optimizer: torch.optim.Optimizer, act: Callable[[Shadow], None]) -> None:
+    def _each(self, optimizer: torch.optim.Optimizer, act: Callable[[DeviceRate], None]) -> None:
         with self._faults.noting():
-            for shadow in self._shadows.values():
-                if shadow.optimizer is optimizer:
-                    act(shadow)
+            for device_rate in self._device_rates.values():
+                if device_rate.optimizer is optimizer:
+                    act(device_rate)
 
     @property
-    def shadowed(self) -> set[tuple[int, str]]:
-        """Entries of groups that have a shadow: (identity of the group, key)."""
-        return {(id(shadow.group), "lr") for shadow in self._shadows.values()}
+    def on_device(self) -> set[tuple[int, str]]:
+        """Entries of groups that have a device rate: (identity of the group, key)."""
+        return {(id(device_rate.group), "lr") for device_rate in self._device_rates.values()}
 
     @property
     def counted(self) -> Iterator[tuple[torch.optim.Optimizer, int, str]]:
@@ -205,14 +208,14 @@ class LearningRates:
 
     @property
     def storages(self) -> frozenset[int]:
-        """Storages of the shadows."""
-        return frozenset(shadow.tensor.untyped_storage()._cdata for shadow in self._shadows.values())
+        """Storages of the device rates."""
+        return frozenset(device_rate.tensor.untyped_storage()._cdata for device_rate in self._device_rates.values())
 
     def push(self) -> None:
-        """Update every shadow from its group's Python value (before a replay)."""
-        for shadow in self._shadows.values():
-            if shadow.group["lr"] is not shadow.last:
-                shadow.push()
+        """Update every device rate from its group's Python value (before a replay)."""
+        for device_rate in self._device_rates.values():
+            if device_rate.group["lr"] is not device_rate.last:
+                device_rate.push()
 
     @contextmanager
     def within_optimizers(self) -> Iterator[None]:
@@ -227,8 +230,8 @@ class LearningRates:
             exits.enter_context(self._scaled)
             self._exits = exits
             self._enter_preparations(exits)
-            for shadow in self._shadows.values():
-                self._put_in(shadow, exits)
+            for device_rate in self._device_rates.values():
+                self._put_in(device_rate, exits)
             self._exits = exits.pop_all()
         return self
 

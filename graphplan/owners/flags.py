@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from graphplan.environment.switches import NAMES, SWITCHES, read_all, set_some
 from graphplan.owners.slots import Walk, is_optimizer_state
-from graphplan.owners.tensor_metadata import StandIn
+from graphplan.owners.tensor_metadata import Sentinel
 from graphplan.owners.views import Setting
 
 _CONTAINERS = (list, dict, set)
-COMPUTED = StandIn("a result's")
+COMPUTED = Sentinel("a result's")
 """The ``requires_grad`` of a non-leaf tensor, which cannot be set."""
 
 

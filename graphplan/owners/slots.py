@@ -186,7 +186,7 @@ def holds_plain(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Via:
+class OwnerByAttribute:
     """An owner that code can only reach through an attribute called ``name``."""
 
     thing: Any
@@ -194,7 +194,7 @@ class Via:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reached:
+class ConditionalOwner:
     """A library's object, walked only if code loads one of ``names``, and ``without`` some of its attributes."""
 
     thing: Any

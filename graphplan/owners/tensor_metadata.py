@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from graphplan.owners.kinds import PLAIN
 
 
-class StandIn:
+class Sentinel:
     """A marker in the place of a value; messages show its ``text``."""
 
     def __init__(self, text: str) -> None:
@@ -21,9 +21,9 @@ class StandIn:
         return self.text
 
 
-ABSENT = StandIn("nothing")
+ABSENT = Sentinel("nothing")
 """The value of a place that holds nothing, or nothing that can be compared."""
-EXISTS = StandIn("a tensor")
+EXISTS = Sentinel("a tensor")
 """The metadata of a tensor, or of a tuple with tensors, if only its existence matters."""
 
 

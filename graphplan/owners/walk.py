@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from graphplan.owners.kinds import MAPPINGS, SCALARS, has_groups, is_of_library, is_user_object
-from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
+from graphplan.owners.slots import ConditionalOwner, Namespace, OwnerByAttribute, Scalar, Slot, Walk
 from graphplan.owners.values import Source, ValueWalker, has_own_gradient
 from graphplan.owners.views import ComputedItem, GroupCounts, ReadOnly, attributes_of
 from graphplan.specs.paths import free_name
@@ -33,7 +33,7 @@ class _Walker(ValueWalker):
         mentioned = names.mentioned if names.mentioned and not names.computes else None
         super().__init__(names, mentioned)
         self._roots = {
-            name: owner.thing if isinstance(owner, (ReadOnly, Via, Reached)) else owner
+            name: owner.thing if isinstance(owner, (ReadOnly, OwnerByAttribute, ConditionalOwner)) else owner
             for name, owner in owners.items()
             if not isinstance(owner, Namespace)
         }
@@ -46,7 +46,7 @@ class _Walker(ValueWalker):
         elif isinstance(owner, GroupCounts):
             for key in filter(owner.keys.__contains__, owner.group):
                 self.walk.scalars[f"{path}.{key}"] = Scalar(owner, key, owner, path)
-        elif isinstance(owner, Via):
+        elif isinstance(owner, OwnerByAttribute):
             tables: tuple[dict[str, Any], ...] = (self.walk.scalars, self.walk.slots)
             counts = list(map(len, tables))
             self.enter(owner.thing, path)
@@ -55,7 +55,7 @@ class _Walker(ValueWalker):
                     table[name] = replace(table[name], via=owner.name)
         elif isinstance(owner, Namespace):
             self._names(owner)
-        elif isinstance(owner, Reached):
+        elif isinstance(owner, ConditionalOwner):
             self._reached(owner, path)
         elif isinstance(owner, nn.Module):
             self._module(owner, path)
@@ -72,7 +72,7 @@ class _Walker(ValueWalker):
         else:
             self._walk_referents(owner, path, 0, (owner, path))
 
-    def _reached(self, owner: Reached, path: str) -> None:
+    def _reached(self, owner: ConditionalOwner, path: str) -> None:
         if self._used.isdisjoint(owner.names):
             return
         known = len(self.walk.slots)

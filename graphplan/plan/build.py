@@ -67,9 +67,9 @@ def build_plan(
     left = find_left_flags(pair)
     _check(pair, feed)
     appends, numbers, counters = find_appends(pair), find_numbers(pair), find_counters(pair)
-    rebindings, shadows = Rebindings.find(pair), handles.rates.storages
+    rebindings, device_rates = Rebindings.find(pair), handles.rates.storages
     changed, launched = {*numbers, *counters}, [operator for operator in second.operators if operator.launches]
-    externals = classify(first, second, feed, pair.walk, rebindings=rebindings, shadows=shadows)
+    externals = classify(first, second, feed, pair.walk, rebindings=rebindings, device_rates=device_rates)
     assert second.device is not None
     return Plan(
         name=getattr(step := handles.function(), "__qualname__", type(step).__name__),
@@ -90,7 +90,7 @@ def build_plan(
         traced=_traced_values(second),
         device=second.device,
         reads=Reads.find(pair, changed, loose=loose),
-        twins=_twins(second, externals, shadows),
+        twins=_twins(second, externals, device_rates),
         joined=tuple(joined_slots(second, second.entry_slots)),
         host_facts=tuple(_host_facts(second)),
         communicates=any(is_collective(op.name) for op in second.operators),
@@ -205,10 +205,10 @@ def _marks(old: Any, new: OutputTensor, name: str) -> tuple[tuple[str, Any], ...
     return new.marks
 
 
-def _twins(trace: Trace, externals: Sequence[External], shadows: Collection[int]) -> frozenset[str]:
+def _twins(trace: Trace, externals: Sequence[External], device_rates: Collection[int]) -> frozenset[str]:
     """Return the paths of slots that share an external's memory but are no externals: each may be rebound."""
     known = {external.path for external in externals}
-    used = (slot for storage in trace.externals.keys() - shadows for slot in trace.entry_slots.get(storage, ()))
+    used = (slot for storage in trace.externals.keys() - device_rates for slot in trace.entry_slots.get(storage, ()))
     return frozenset(slot.path for slot in used if slot.path not in known and slot.param is None)
 
 

@@ -19,10 +19,10 @@ from graphplan.trace.records import Trace, TracedExternal
 
 
 def classify(
-    first: Trace, second: Trace, feed: Feed, walk: Walk, *, rebindings: Rebindings, shadows: frozenset[int]
+    first: Trace, second: Trace, feed: Feed, walk: Walk, *, rebindings: Rebindings, device_rates: frozenset[int]
 ) -> tuple[External, ...]:
     """Return the externals of the second trace with their roles: feed leaves are inputs; tensors in owners' slots are
-    params (parameters, and buffers that are only read) or state. ``shadows``: storages of device learning rates.
+    params (parameters, and buffers that are only read) or state. ``device_rates``: storages of device learning rates.
     """
     found = [
         _input(index, name, feed, second) for index, name in enumerate(feed.names()) if index in second.leaf_storages
@@ -39,7 +39,7 @@ def classify(
         for slot in owned:
             carried, where = slot.path in rebindings.carries, places[id(external.source)]
             found.append(_owned(slot, storage, external, where, carried=carried))
-            if storage in shadows:
+            if storage in device_rates:
                 # A device learning rate is in its slot only during a step: keep the tensor instead of the slot.
                 found[-1] = replace(found[-1], path=None, tensor=external.tensor)
         if not owned and storage not in fed and not external.is_temporary:

@@ -23,7 +23,7 @@ from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Footprint, Role, TensorSpec
 from graphplan.tensors.deferred import NumberForm
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.host_reads import Place
+from graphplan.trace.host_reads import CodePosition
 from graphplan.trace.symbolic_numbers import NumberTensor
 
 COLUMNS = ("name", "role", "tensor", "storage", "change")
@@ -144,7 +144,7 @@ class Plan:
     may_reorder: bool
     undone: frozenset[str]
     defers: bool
-    integer_places: frozenset[Place]
+    integer_places: frozenset[CodePosition]
     renewed: frozenset[str]
     tables: frozenset[str]
     symbolic: Mapping[str, type]

@@ -27,7 +27,7 @@ from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import own_tensors
 from graphplan.program.bindings import Bindings
 from graphplan.program.inputs import MEMORY_IS_FED, HostInputs, StaticInputs
-from graphplan.program.outputs import Outputs, check_result, lease_outputs
+from graphplan.program.outputs import Outputs, check_result, share_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.program.undo import Undo
@@ -114,7 +114,7 @@ def _record(
     ]
     fed = CallArguments(*feed.rebuild(leaves)).watch()
     outside = {storage_id(inputs.by_leaf.get(index, leaf)) for index, leaf in feed.tensors()} | set(walk.by_storage())
-    lent = lease_outputs(plan) if lends else {}
+    shared = share_outputs(plan) if lends else {}
 
     @presenting_capture()
     @runs_step
@@ -138,7 +138,7 @@ def _record(
         check_result(plan, result)
         after = plan.handles.walk()
         with torch.no_grad():
-            outputs = Outputs(plan, result, bindings.numbers, overwritten=bindings.targets, lent=lent)
+            outputs = Outputs(plan, result, bindings.numbers, overwritten=bindings.targets, shared=shared)
             bindings.close_step(after, outside)
         return after, outputs, numbers.pending
 

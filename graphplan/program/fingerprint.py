@@ -31,7 +31,7 @@ _GLOBAL_HOOKS = [
 ]
 
 
-class Odd:
+class OpaqueValue:
     """Wrapper for a value in a key whose type has its own ``__eq__`` or no hash."""
 
     __slots__ = ("value",)
@@ -40,7 +40,7 @@ class Odd:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Odd) and same_value(self.value, other.value)
+        return isinstance(other, OpaqueValue) and same_value(self.value, other.value)
 
     def __hash__(self) -> int:
         return hash(type(self.value))
@@ -63,7 +63,7 @@ class Hooks:
         self._registered: int | None = None
         self._filled = Column("same_attributes", [])
 
-    def values(self) -> tuple[tuple[str, tuple[tuple[int, Odd], ...]], ...]:
+    def values(self) -> tuple[tuple[str, tuple[tuple[int, OpaqueValue], ...]], ...]:
         """Return hooks by their ids in torch. All places are searched again only after one was registered."""
         registered = hooks_registered()
         if registered != self._registered:
@@ -73,7 +73,11 @@ class Hooks:
             return ()
         held = zip(self._filled.paths, self._filled.read(), strict=True)
         return tuple(
-            [(label, tuple([(number, Odd(hook)) for number, hook in hooks.items()])) for label, hooks in held if hooks]
+            [
+                (label, tuple([(number, OpaqueValue(hook)) for number, hook in hooks.items()]))
+                for label, hooks in held
+                if hooks
+            ]
         )
 
     def functions(self) -> list[Any]:
@@ -205,7 +209,7 @@ class Conditions:
         rates, self._modes = handles.rates, Modes()
         counted = {(id(optimizer.param_groups[index]), key) for optimizer, index, key in rates.counted}
         self._sharding, walk = reshard_and_walk(handles.owners())
-        self._fingerprint = Fingerprint(walk, rates.shadowed | counted)
+        self._fingerprint = Fingerprint(walk, rates.on_device | counted)
 
     def read(self) -> tuple[Any, ...]:
         """Reshard, and return the present modes, layout and values, without references to objects."""
@@ -226,7 +230,7 @@ def _identified(value: Any) -> Any:
     """Return ``value`` with the identities of objects instead of references, which would keep them alive."""
     if type(value) is tuple:
         return tuple(map(_identified, value))
-    return (type(value.value).__name__, id(value.value)) if type(value) is Odd else value
+    return (type(value.value).__name__, id(value.value)) if type(value) is OpaqueValue else value
 
 
 def _own(things: Iterable[tuple[str, Any]], keys: Iterable[str]) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -264,7 +268,7 @@ def _frozen(value: Any) -> Any:
         return tuple(map(_frozen, value))
     if type(value) in PLAIN:
         return value
-    return state_of(value) if has_contents(value) else Odd(value)
+    return state_of(value) if has_contents(value) else OpaqueValue(value)
 
 
 def _stays(value: Any) -> bool:

@@ -18,7 +18,7 @@ from graphplan.feed.buffers import Buffers
 from graphplan.feed.signature import Feed, shared_leaf
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
-from graphplan.program.leases import Lease, find_lease
+from graphplan.program.shared_buffers import SharedBuffer, find_shared
 from graphplan.tensors.storages import storage_id, without_overlap
 
 _wants_grad = attrgetter("requires_grad")
@@ -57,16 +57,16 @@ class HostInputs:
 
 
 class StaticInputs:
-    """The static tensor of each leaf: a view of ``buffers``, or leased memory; the leaf itself without ``copies``."""
+    """The static tensor of each leaf: a view of ``buffers``, or a shared buffer; the leaf itself without ``copies``."""
 
     def __init__(self, plan: Plan, feed: Feed, buffers: Buffers, *, copies: bool) -> None:
         mutated = {external.leaf for external in plan.inputs if external.mutated}
-        self._leases = _find_leases(plan, feed, mutated) if copies else {}
-        self.by_leaf = _fill(plan, feed, buffers, self._leases) if copies else {}
+        self._of_callers = _find_shared(plan, feed, mutated) if copies else {}
+        self.by_leaf = _fill(plan, feed, buffers, self._of_callers) if copies else {}
         # Keep the caller's memory alive, so that no other tensor can get its address.
         self._kept = {} if copies else {i: leaf.detach() for i, leaf in feed.tensors()}
         self.adopted = {index: leaf.data_ptr() for index, leaf in self._kept.items()}
-        in_place = {**self._kept, **{index: self.by_leaf[index] for index in self._leases}}
+        in_place = {**self._kept, **{index: self.by_leaf[index] for index in self._of_callers}}
         self.changed_in_place = [tensor for index, tensor in in_place.items() if index in mutated]
         """Inputs that replays change in the caller's memory."""
         self._indices = list(self.by_leaf)
@@ -94,7 +94,7 @@ class StaticInputs:
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the feed's tensors to the static ones."""
         indices, targets = self._indices, self._targets
-        if self._leases:
+        if self._of_callers:
             indices, targets = self._not_there(leaves)
         sources = [leaves[index] for index in indices]
         if self._shared:
@@ -109,19 +109,19 @@ class StaticInputs:
     def _not_there(self, leaves: Sequence[Any]) -> tuple[list[int], list[Tensor]]:
         """Return the indices of inputs that are not yet in their static memory, and the targets to copy them to."""
         found = [i for i, static in self.by_leaf.items() if leaves[i].data_ptr() != static.data_ptr()]
-        for index in self._leases.keys() & found:
+        for index in self._of_callers.keys() & found:
             # The copy overwrites results that callers may still hold: mark these as stale.
-            self._leases[index].number += 1
+            self._of_callers[index].version += 1
         targets = dict(zip(self._indices, self._targets, strict=True))
         return found, [targets[index] for index in found]
 
-    def give_back(self, leaves: Sequence[Any], results: Iterable[Lease] = ()) -> None:
+    def give_back(self, leaves: Sequence[Any], results: Iterable[SharedBuffer] = ()) -> None:
         """After a run: copy changed inputs and input gradients to the caller's tensors, except tensors that the new
         ``results`` have overwritten.
         """
         if not self.mutated and not self._grads:
             return
-        overwritten = {storage_id(lease.tensor) for lease in results}
+        overwritten = {storage_id(buffer.tensor) for buffer in results}
         with torch.no_grad():
             for index, static in self.mutated:
                 if not overwritten or storage_id(leaves[index]) not in overwritten:
@@ -132,7 +132,7 @@ class StaticInputs:
 
     def stage(self) -> None:
         """From now on, copy large inputs from pinned host memory while the device still runs the previous replay."""
-        if is_accelerator(self._device) and not self._leases and any(map(_is_stageable, self._targets)):
+        if is_accelerator(self._device) and not self._of_callers and any(map(_is_stageable, self._targets)):
             self._staging = _Staging(self._targets, self._device)
 
     def unstage(self) -> None:
@@ -154,25 +154,25 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def _find_leases(plan: Plan, feed: Feed, mutated: set[int | None]) -> dict[int, Lease]:
-    """Return leases of leaves that are already in leased memory, which the program can use without a copy."""
+def _find_shared(plan: Plan, feed: Feed, mutated: set[int | None]) -> dict[int, SharedBuffer]:
+    """Return the shared buffers of leaves that are already in one, which the program can use without a copy."""
     storages = Counter(storage_id(leaf) for _, leaf in feed.tensors())
-    found = {index: find_lease(leaf) for index, leaf in feed.tensors()}
+    found = {index: find_shared(leaf) for index, leaf in feed.tensors()}
     return {
-        index: lease
-        for index, lease in found.items()
-        if lease is not None
-        and (lease.writable or index not in mutated)
-        and storages[storage_id(lease.tensor)] == 1
-        and lease.tensor.device == plan.device
+        index: buffer
+        for index, buffer in found.items()
+        if buffer is not None
+        and (buffer.writable or index not in mutated)
+        and storages[storage_id(buffer.tensor)] == 1
+        and buffer.tensor.device == plan.device
     }
 
 
-def _fill(plan: Plan, feed: Feed, buffers: Buffers, leases: Mapping[int, Lease]) -> dict[int, Tensor]:
+def _fill(plan: Plan, feed: Feed, buffers: Buffers, of_callers: Mapping[int, SharedBuffer]) -> dict[int, Tensor]:
     """Return static tensors by leaf, filled with the fed values."""
-    inputs = {index: lease.tensor for index, lease in leases.items()}
+    inputs = {index: buffer.tensor for index, buffer in of_callers.items()}
     for index, leaf in feed.tensors():
-        if index not in leases:
+        if index not in of_callers:
             inputs[index] = buffers.view(index, leaf, plan.device)
             target = without_overlap(inputs[index])
             with torch.no_grad():

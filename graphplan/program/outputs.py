@@ -15,7 +15,7 @@ from graphplan.feed.signature import marks_of
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import is_overwritten, may_overwrite
-from graphplan.program.leases import Lease, StaticOutput
+from graphplan.program.shared_buffers import SharedBuffer, StaticOutput
 from graphplan.program.static_numbers import StaticNumbers
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.deferred import NumberForm, form_of, is_deferred
@@ -61,7 +61,7 @@ class Outputs:
         read: StaticNumbers,
         *,
         overwritten: Collection[int | None],
-        lent: Mapping[int, Lease],
+        shared: Mapping[int, SharedBuffer],
     ) -> None:
         leaves = flatten_result(result)[0]
         self._template = [output.value for output in plan.outputs]
@@ -89,9 +89,9 @@ class Outputs:
                 self._made.append((number, read.take(leaf).value))
                 continue
             tensor = leaf.detach().resolve_conj().resolve_neg()
-            if number in lent:
-                _fill(lent[number], tensor)
-                self._made.append((number, partial(StaticOutput.of, lent[number])))
+            if number in shared:
+                _fill(shared[number], tensor)
+                self._made.append((number, partial(StaticOutput.of, shared[number])))
                 continue
             # A carry may overwrite this memory at the end of the step, but the caller needs the returned value.
             self._static[number] = copier(tensor)() if storage_id(tensor) in overwritten else tensor
@@ -100,8 +100,8 @@ class Outputs:
         for numbers in scalars.values():
             self._pack(numbers)
         self._made += [(number, copier(tensor)) for number, tensor in self._static.items()]
-        self.lent = list(lent.values())
-        """The leases of static outputs, which each replay overwrites."""
+        self.shared = list(shared.values())
+        """The buffers of static outputs, which each replay overwrites."""
         is_lone = 0 in self._static and len(plan.outputs) == 1 and plan.output_structure is None and not self._marks
         self._lone = self._made[0][1] if is_lone else None
 
@@ -119,14 +119,14 @@ class Outputs:
             self._packs.append((torch.stack([self._static.pop(number) for number in alone]), alone))
 
     @property
-    def lent_bytes(self) -> int:
-        """Bytes of leased memory."""
-        return sum(lease.tensor.nbytes for lease in self.lent)
+    def shared_bytes(self) -> int:
+        """Bytes of the buffers of static outputs."""
+        return sum(buffer.tensor.nbytes for buffer in self.shared)
 
     def mark_overwritten(self) -> None:
         """Mark the results of the previous run as overwritten."""
-        for lease in self.lent:
-            lease.number += 1
+        for buffer in self.shared:
+            buffer.version += 1
 
     def build(self, leaves: Sequence[Any], walk: Walk) -> Any:
         """Return the step's result: clones of new tensors, and the caller's or owners' own tensors."""
@@ -176,9 +176,9 @@ def _runs(scalars: Mapping[int, Tensor]) -> list[list[int]]:
     return runs
 
 
-def lease_outputs(plan: Plan) -> dict[int, Lease]:
-    """Allocate leases for the tensors that the step makes, outside the pool that other programs' replays write to."""
-    lent = {}
+def share_outputs(plan: Plan) -> dict[int, SharedBuffer]:
+    """Allocate buffers for the tensors that the step makes, outside the pool that other programs' replays write to."""
+    shared = {}
     for number, output in enumerate(plan.outputs):
         spec = output.spec
         if output.kind == "tensor" and spec is not None and 0 not in spec.shape:
@@ -188,16 +188,16 @@ def lease_outputs(plan: Plan) -> dict[int, Lease]:
                     memory = torch.empty_like(like, device=spec.device)
                 else:
                     memory = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-            lent[number] = Lease(memory, f"output {number} of {plan.name}")
-    return lent
+            shared[number] = SharedBuffer(memory, f"output {number} of {plan.name}")
+    return shared
 
 
-def _fill(lease: Lease, tensor: Tensor) -> None:
-    """Copy, inside the recording, a result to its leased memory."""
-    memory = lease.tensor
+def _fill(buffer: SharedBuffer, tensor: Tensor) -> None:
+    """Copy, inside the recording, a result to its buffer."""
+    memory = buffer.tensor
     if (memory.shape, memory.dtype, memory.device) != (tensor.shape, tensor.dtype, tensor.device):
         raise CaptureError(
-            f"{lease.name} is {TensorSpec.of(tensor)} in the capture and was {TensorSpec.of(memory)} in the traces; "
+            f"{buffer.name} is {TensorSpec.of(tensor)} in the capture and was {TensorSpec.of(memory)} in the traces; "
             "expected the same in both. Return the same shape, dtype and layout each time, or pass outputs='clone'"
         )
     memory.copy_(tensor)

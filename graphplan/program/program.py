@@ -57,7 +57,7 @@ def _launch(recording: Recording) -> None:
     recording.replay()
 
 
-class Tally:
+class ReplayCount:
     """Replay count shared by programs of all shapes that are checked in turn: from ``due`` on, the next is checked."""
 
     def __init__(self, due: int = NO_CHECK) -> None:
@@ -123,7 +123,7 @@ class Program:
         """The number of replays before the latest eager step that replaced one of them."""
         self.conditions: Conditions | None = None
         """What a replay compares with the plan's conditions, if no state machine has done that."""
-        self.tally = Tally()
+        self.replay_count = ReplayCount()
         self.expected: Sequence[Operator] = ()
         """Operators of the single trace behind the plan, until a replay has been compared with an eager step."""
         self.numbers: Mapping[Operand, NumberTensor] = {}
@@ -306,7 +306,7 @@ class Program:
 
     def collect(self, leaves: Sequence[Any]) -> Any:
         """Return results of the last run, after copying changed inputs and input gradients to the caller's tensors."""
-        self.inputs.give_back(leaves, self.outputs.lent)
+        self.inputs.give_back(leaves, self.outputs.shared)
         for index, asks in self._asking:
             leaves[index].requires_grad_(asks)
         return self.outputs.build(leaves, self.adopted.walk)

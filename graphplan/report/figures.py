@@ -133,7 +133,7 @@ def describe_program(program: Program) -> dict[str, Any]:
         "launches": plan.launches,
         "bytes": {
             "pool": program.nbytes,
-            "output": program.outputs.lent_bytes,
+            "output": program.outputs.shared_bytes,
             "copied_per_replay": program.bytes_per_replay,
         },
         "operators": dict(plan.operators),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphplan.step.batch_variants import MOST_GUESSES, BatchVariants, extended, reads_of
 from graphplan.step.lookup import Lookup
 from graphplan.step.reasons import Call
-from graphplan.step.runner import Parts
+from graphplan.step.runner import StepContext
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import BatchReads
 from graphplan.trace.batch_recorder import BatchRecorder, EarlierReads
@@ -15,7 +15,7 @@ from graphplan.trace.records import Trace
 class FoundReads:
     """The reads of fed tensors that the traces of one step have found."""
 
-    def __init__(self, parts: Parts, lookup: Lookup) -> None:
+    def __init__(self, parts: StepContext, lookup: Lookup) -> None:
         self._programs, self._stats, self._lookup = parts.programs, parts.runner.stats, lookup
         self.earlier = EarlierReads()
         """What the traces so far have learnt for the next one."""

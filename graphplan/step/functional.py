@@ -136,12 +136,12 @@ class _Traces:
         managed, self._defers = self.managed, defers
         self._records: list[Trace] = []
         walk = self._run(None, self._copy)
-        managed.take_names(self._records[0].executed, walk)
-        managed.take_states(self._records[0].own_states)
+        managed.add_names(self._records[0].executed, walk)
+        managed.add_states(self._records[0].own_states)
         device = find_device(managed.walk(), self.feed)
         check_feed(self.feed, device)
         walk = self._run(device)
-        if managed.take_names(self._records[1].executed, walk):
+        if managed.add_names(self._records[1].executed, walk):
             # This snapshot restores newly named objects to this point; undoing the traces' writes restores the rest.
             self._snapshots.append(Snapshot(managed.walk()))
             self._run(device)

@@ -26,7 +26,7 @@ from graphplan.program.faults import refusal_of
 from graphplan.report.stats import Stats
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
-from graphplan.step.runner import Parts, brought_to
+from graphplan.step.runner import StepContext, to_device
 
 Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 SKIPPED = 2  # First eager calls, which are not timed: they load kernels, and optimizers create their state.
@@ -221,7 +221,7 @@ class Timing:
     """
 
     def __init__(
-        self, parts: Parts, *, gate: Gate | None, opens: bool, serve: Serve, stand_down: Callable[..., None]
+        self, parts: StepContext, *, gate: Gate | None, opens: bool, serve: Serve, stand_down: Callable[..., None]
     ) -> None:
         self._runner, self._managed = parts.runner, parts.managed
         self._options, self._peers = parts.options, parts.peers
@@ -255,7 +255,7 @@ class Timing:
 
     def _call_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            result = self._runner.call(brought_to(self._options.feed_device, *self.leave(args, kwargs)))
+            result = self._runner.call(to_device(self._options.feed_device, *self.leave(args, kwargs)))
         except BaseException:
             if self._gate is not None:
                 self._gate.cancel()

@@ -19,7 +19,7 @@ from graphplan.program.program import Program
 from graphplan.step.batch_variants import reads_of
 from graphplan.step.entries import Entry, Key, Variant
 from graphplan.step.managed import Managed
-from graphplan.step.runner import Parts
+from graphplan.step.runner import StepContext
 from graphplan.tensors.attributes import attributes_on
 from graphplan.tensors.trees import PLAIN_LEAVES, flatten_arguments, take_leaves
 from graphplan.trace.batch_reads import Search
@@ -34,7 +34,7 @@ _COMPARABLE = PLAIN_LEAVES | {type}
 class Lookup:
     """The lookup of entries and programs by the key of a call, for one step."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StepContext) -> None:
         self._runner, self._managed, self._programs = parts.runner, parts.managed, parts.programs
         self._modes, self._stats = parts.managed.modes, parts.runner.stats
         self._warmup_steps, self._feed_device = parts.options.warmup_steps, parts.options.feed_device
@@ -245,7 +245,7 @@ class FastPath:
             if found is None:
                 return None
             call, program = found[0], found[0].program
-            if program.tally.replays + 1 >= program.tally.due:
+            if program.replay_count.replays + 1 >= program.replay_count.due:
                 return None
             if call.variant is not None and self._managed.grad_presence() != call.variant:
                 return None

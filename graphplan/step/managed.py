@@ -30,7 +30,7 @@ from graphplan.optimizers.scaling import ScaledSteps
 from graphplan.owners.discovery import Discovery, names_in
 from graphplan.owners.kinds import has_groups, name_owners
 from graphplan.owners.sharding import Sharding
-from graphplan.owners.slots import Namespace, Reached, Walk
+from graphplan.owners.slots import ConditionalOwner, Namespace, Walk
 from graphplan.owners.values import STEP
 from graphplan.owners.views import GroupCounts, attributes_of
 from graphplan.owners.walk import walk_owners
@@ -144,7 +144,7 @@ class Managed:
         return bool(self.compiled) or runs_compiled(walk, self._fn)
 
     def manage(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare an optimizer and shadow its learning rate, once. Set ``refusal`` if it cannot be captured."""
+        """Prepare an optimizer, once, with device learning rates. Set ``refusal`` if it cannot be captured."""
         if id(optimizer) in self._managed or self._refuses(optimizer):
             return
         with refusing():
@@ -231,7 +231,7 @@ class Managed:
         self.compiled |= profile.executed.compiled
         if not self.compiled:
             profile.executed.leave_out(fed)
-            is_new |= self.take_names(profile.executed, before, seen=discovery.seen())
+            is_new |= self.add_names(profile.executed, before, seen=discovery.seen())
             self.kept = discovery.kept(self.walk(), result) if discovery.has_made else {}
             self.has_learnt = is_new or discovery.has_made
         return result
@@ -246,7 +246,7 @@ class Managed:
                 "create it after the step"
             )
 
-    def take_names(
+    def add_names(
         self,
         executed: ExecutedCode,
         walk: Walk,
@@ -288,7 +288,7 @@ class Managed:
         self.knows_all = all(asked.values())
         return grown
 
-    def take_fed(self, leaves: Iterable[Any]) -> None:
+    def add_fed(self, leaves: Iterable[Any]) -> None:
         """Own the modules and name the optimizers that a step is fed: it may read them without running them."""
         things = [leaf for leaf in leaves if isinstance(leaf, nn.Module | torch.optim.Optimizer)]
         # Most steps are fed none, so avoid the walk over the owners then.
@@ -303,7 +303,7 @@ class Managed:
                 self._own(_NAMES, self.names)
             self._walked = None
 
-    def take_leaves(self, paths: Collection[str]) -> bool:
+    def add_leaves(self, paths: Collection[str]) -> bool:
         """Own the gradients of leaf tensors at ``paths`` that are no parameters. Return True if any is new."""
         if self.names.leaves.issuperset(paths):
             return False
@@ -323,7 +323,7 @@ class Managed:
             self.owners[free_name(type(optimizer).__name__.lower(), self.owners)] = optimizer
         return bool(found)
 
-    def take_states(self, own_states: Iterable[Tensor]) -> bool:
+    def add_states(self, own_states: Iterable[Tensor]) -> bool:
         """Own the random states that torch keeps for operators, by device. Return True if any is new."""
         new = {str(state.device): state for state in own_states}
         if all(self._states.get(device) is state for device, state in new.items()):
@@ -339,7 +339,7 @@ class Managed:
 
     def _count_reached(self) -> int:
         """The number of owners that are reached through libraries' objects by names that the step's code uses."""
-        reached = [owner for owner in self.owners.values() if isinstance(owner, Reached)]
+        reached = [owner for owner in self.owners.values() if isinstance(owner, ConditionalOwner)]
         return sum(not self.names.attributes.isdisjoint(owner.names) for owner in reached)
 
     def refresh(self, walk: Walk | None = None) -> None:
@@ -354,7 +354,7 @@ class Managed:
         self._sharding = Sharding(walk.modules)
         # A step that does not train ignores other steps' preparations of the optimizers.
         known, number = walk if self._trains else replace(walk, optimizers={}), len(self.owners)
-        self._fingerprint = Fingerprint(known, self.rates.shadowed | self._counts(walk))
+        self._fingerprint = Fingerprint(known, self.rates.on_device | self._counts(walk))
         self._walked = walk if len(self.owners) == number else None
         self._parameters = [param for _, param in walk.parameters.values()]
 

@@ -17,7 +17,7 @@ from graphplan.owners.snapshot import Snapshot
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.step.entries import Entry
-from graphplan.step.runner import Parts
+from graphplan.step.runner import StepContext
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.storages import is_memory_shared
 
@@ -29,7 +29,7 @@ _GROUPS = 4  # A group of programs that share memory ends at 1/4 of the budget, 
 class MemoryBudget:
     """The memory of one step's programs, estimated from the traces before a capture."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StepContext) -> None:
         self._budget = parts.options.memory_budget
         self._programs, self._peers, self._refusals = parts.programs, parts.peers, parts.refusals
         self._warmed = 0  # Steps on the stream of captures so far.

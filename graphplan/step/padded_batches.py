@@ -35,7 +35,7 @@ from graphplan.step.capture_sizes import ShapeStats, tolerance
 from graphplan.step.compiled import uncompiled
 from graphplan.step.memory_budget import find_room
 from graphplan.step.padding import Arguments, Kind, Padding
-from graphplan.step.runner import brought_to
+from graphplan.step.runner import to_device
 from graphplan.step.state_machine import StateMachine
 from graphplan.tensors.attributes import attributes_on
 from graphplan.tensors.copying import copy_all
@@ -131,7 +131,7 @@ class PaddedBatches:
                 self._runner.stats.note(f"not padded: {detail}")
             return self._machine.serve(args, kwargs)
         with running_step():
-            result = self._runner.eager(brought_to(self._options.feed_device, args, kwargs), reason, detail)
+            result = self._runner.eager(to_device(self._options.feed_device, args, kwargs), reason, detail)
         self._runner.outcome = None
         return result
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from graphplan.errors import FeedError, OptionError
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.signature import Feed, flatten, no_keys
-from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.program import Program
+from graphplan.program.shared_buffers import SharedBuffer, StaticOutput
 from graphplan.specs.options import is_count
 from graphplan.step.buckets import Dims, Ladders, PadValue
 from graphplan.step.capture_sizes import CaptureSize, Place, ShapeStats
@@ -115,7 +115,7 @@ def _parse(name: str, value: Any) -> tuple[int, ...]:
 class Kind:
     """Calls of one signature: the size of each dynamic dimension before (``true``) and after padding (``sizes``), the
     memory of padded leaves (``staged``), the call's part of it (``own``), the parts that are filled with a value
-    (``fills``), and the ``mask`` argument of padded calls. ``lent``: the storages of that memory.
+    (``fills``), and the ``mask`` argument of padded calls. ``shared``: the storages of that memory.
     """
 
     size: CaptureSize
@@ -125,7 +125,7 @@ class Kind:
     own: Mapping[int, Tensor]
     fills: Sequence[tuple[Tensor, PadValue]]
     mask: Mapping[str, Tensor]
-    lent: frozenset[int | None]
+    shared: frozenset[int | None]
     rebuild: Callable[[Sequence[Any]], Any]
     _sure_of: object = None
     _versions: list[int] = field(default_factory=list)
@@ -162,8 +162,8 @@ class Kind:
 
     def hand_back(self, feed: Feed, program: Program | None) -> None:
         """Copy the call's writes to padded arguments back to the caller's, unless ``program`` put results there."""
-        lent = set() if program is None else {storage_id(lease.tensor) for lease in program.outputs.lent}
-        self._gone = {index for index, leaf in feed.tensors() if storage_id(leaf) in lent} if lent else set()
+        shared = set() if program is None else {storage_id(buffer.tensor) for buffer in program.outputs.shared}
+        self._gone = {index for index, leaf in feed.tensors() if storage_id(leaf) in shared} if shared else set()
         with torch.no_grad():
             for (index, memory), version in zip(self.staged.items(), self._versions, strict=True):
                 if memory._version != version and index not in self._gone:
@@ -173,7 +173,7 @@ class Kind:
         """Return the results at their true sizes, with copies of those in memory that the next call overwrites."""
         lasting = []
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and not isinstance(leaf, StaticOutput) and storage_id(leaf) in self.lent:
+            if isinstance(leaf, Tensor) and not isinstance(leaf, StaticOutput) and storage_id(leaf) in self.shared:
                 whole = (index for index, memory in self.staged.items() if memory is leaf and index not in self._gone)
                 index = next(whole, None)
                 leaf = leaf.clone() if index is None else feed.leaves[index]
@@ -197,7 +197,7 @@ class Padding:
         if self._mask is not None:
             self._dynamic.check([self._mask], "mask")
         self._buffers = buffers
-        self._leases: dict[Any, Lease] = {}
+        self._shared: dict[Any, SharedBuffer] = {}
         self._sizes: Callable[[Hashable], CaptureSize] = lru_cache(_MOST_SIZES)(lambda key: CaptureSize())
         self._kinds: dict[Hashable, Kind] = {}
 
@@ -258,9 +258,9 @@ class Padding:
             fills += [*((gap, False) for gap in _gaps(whole, wanted[0])), (_begin(whole, wanted[0]), True)]
         own = {index: _begin(memory, leaves[index]) for index, memory in staged.items()}
         true, sizes = ({(index, dim): of[index].shape[dim] for index, dim in places} for of in (leaves, staged))
-        lent = frozenset(map(storage_id, (*staged.values(), *mask.values())))
+        shared = frozenset(map(storage_id, (*staged.values(), *mask.values())))
         size = self._size(feed, staged)
-        return Kind(size, true, sizes, staged, own, fills, mask, lent, rebuilder(feed.structure))
+        return Kind(size, true, sizes, staged, own, fills, mask, shared, rebuilder(feed.structure))
 
     def _size(self, feed: Feed, staged: Mapping[int, Tensor]) -> CaptureSize:
         """The capture size of calls that are padded to the ``staged`` tensors."""
@@ -278,12 +278,12 @@ class Padding:
         for dim, ladder in dims.items():
             largest[dim], shape[dim] = self.ladders.sizes(ladder)[-1], self.ladders.round_up(ladder, shape[dim]) or 0
         key = (position, tuple(shape), order, leaf.dtype, device)
-        if key not in self._leases:
+        if key not in self._shared:
             for size in (largest, shape):
                 like = torch.empty_permuted(size, order, dtype=leaf.dtype, device=device)
                 memory = self._buffers.view(position, like, device)
-            self._leases[key] = Lease(memory, f"input {position}", writable=True)
-        return self._leases[key].tensor
+            self._shared[key] = SharedBuffer(memory, f"input {position}", writable=True)
+        return self._shared[key].tensor
 
     def _wanted_mask(self, feed: Feed, places: Sequence[Place]) -> tuple[Tensor, dict[int, int]] | None:
         """A mask of ones for the tensor with most padded dimensions, and their ladders; None if no mask is needed."""

@@ -27,7 +27,7 @@ from graphplan.plan.plan import Plan
 from graphplan.plan.single import one_trace_suffices
 from graphplan.step.entries import Entry, Line, value_at
 from graphplan.step.reasons import Call
-from graphplan.step.runner import Parts
+from graphplan.step.runner import StepContext
 from graphplan.tensors.symbolic import has_stand_ins
 from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace, collect
@@ -49,7 +49,7 @@ _STRADDLING = 3  # Consecutive pairs of traces between which host code changed a
 class Planner:
     """The planner of one step: makes plans from traces, and selects the numbers that have stand-ins in traces."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StepContext) -> None:
         self._managed, self._options, self._peers = parts.managed, parts.options, parts.peers
         self._stats = parts.runner.stats
         self._follows_draws = True

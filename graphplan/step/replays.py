@@ -20,10 +20,10 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
 from graphplan.plan.difference import check_operators
-from graphplan.program.program import Program, Tally
+from graphplan.program.program import Program, ReplayCount
 from graphplan.report.stats import STARTING, Stats
 from graphplan.step.memory_budget import find_room, room_beside
-from graphplan.step.runner import Parts
+from graphplan.step.runner import StepContext
 from graphplan.tensors.copying import COMPARISON, FEW
 from graphplan.trace.batch_reads import answers_in
 from graphplan.trace.repeated_operators import RepeatedOperators
@@ -48,7 +48,7 @@ class Checked:
     is_inconclusive: bool = False
 
 
-class _Series(Tally):
+class _CheckSchedule(ReplayCount):
     """The check schedule of programs of one form, checked as often as one program, and each at its ``first`` replay."""
 
     def __init__(self, timetable: Timetable, first: int) -> None:
@@ -77,13 +77,13 @@ class _Series(Tally):
 class Replays:
     """The replays of one step: runs, checks and counts them."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StepContext) -> None:
         self._runner, self._options, self._peers = parts.runner, parts.options, parts.peers
         self._stats = parts.runner.stats
         self._asked = 0
-        self._by_form: WeakValueDictionary[int, _Series] = WeakValueDictionary()
+        self._by_form: WeakValueDictionary[int, _CheckSchedule] = WeakValueDictionary()
         # Keeps the latest series alive after their programs are closed, for programs that are captured again.
-        self._latest: deque[_Series] = deque(maxlen=_LATEST)
+        self._latest: deque[_CheckSchedule] = deque(maxlen=_LATEST)
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
         """Replay once. Raises OutcomeError if a branch changed; the replay is undone then."""
@@ -108,11 +108,11 @@ class Replays:
 
     def _count(self, program: Program) -> None:
         program.replays += 1
-        program.tally.replays += 1
+        program.replay_count.replays += 1
 
     def is_due(self, program: Program) -> bool:
         """Return True if the next replay of ``program`` is to be checked."""
-        return isinstance(program.tally, _Series) and program.tally.is_due(program)
+        return isinstance(program.replay_count, _CheckSchedule) and program.replay_count.is_due(program)
 
     def check(self, program: Program, feed: Feed) -> Checked | None:
         """Replay and compare with the eager step, whose outcome stands. If a check is impossible, only replay, or
@@ -126,8 +126,8 @@ class Replays:
         if room is None or reason:
             return self._unchecked(program, feed, reason)
         self._asked = 0
-        series = program.tally
-        assert isinstance(series, _Series)
+        series = program.replay_count
+        assert isinstance(series, _CheckSchedule)
         number = series.replays + 1
         series.timetable.begin(number)
         fed = CallArguments.of(feed).watch()
@@ -179,11 +179,11 @@ class Replays:
         if peers is not None and plan.communicates:
             agree = lambda number: peers.settle(f"after check {self._stats.calls}", number)  # noqa: E731
         timetable = Timetable(every, plan.device, agree)
-        series = _Series(timetable, next_check(every, 0))
+        series = _CheckSchedule(timetable, next_check(every, 0))
         if every is None:
             series = self._by_form.setdefault(plan.form, series)
             self._latest.append(series)
-        program.tally = series
+        program.replay_count = series
 
     def _ask_peers(self, reason: str) -> str:
         """Return why this check is impossible, or "". It repeats collectives, so all ranks must check the same step."""
@@ -266,7 +266,7 @@ class Replays:
         return Checked(self.replay(program, feed.leaves))
 
     def _stop_checks(self, program: Program, reason: str) -> None:
-        program.tally = Tally()
+        program.replay_count = ReplayCount()
         self._stats.note(f"not checked against eager: {reason}", "checks")
 
 

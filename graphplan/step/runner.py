@@ -167,7 +167,7 @@ class Runner:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class StepContext:
     """The objects that the classes of one step share."""
 
     options: Options
@@ -179,7 +179,7 @@ class Parts:
     given: GivenNumbers
 
 
-def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+def to_device(device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
     """The arguments, of any kind, with their tensors moved to ``device`` if that is given."""
     if device is None:
         return CallArguments(args, kwargs)

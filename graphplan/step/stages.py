@@ -48,7 +48,7 @@ from graphplan.step.memory_budget import MemoryBudget
 from graphplan.step.planner import FICKLE_TRACES, Planner
 from graphplan.step.programs import EXPECTED
 from graphplan.step.reasons import Call
-from graphplan.step.runner import Parts
+from graphplan.step.runner import StepContext
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result, named_leaves
 from graphplan.trace.batch_recorder import recorder_of
@@ -65,7 +65,7 @@ class Stages:
     """Runs and counts the calls on the way to a program: warm-up, traces, captures."""
 
     def __init__(
-        self, parts: Parts, lookup: Lookup, buffers: Buffers, memory: MemoryBudget, unread: UnreadValues
+        self, parts: StepContext, lookup: Lookup, buffers: Buffers, memory: MemoryBudget, unread: UnreadValues
     ) -> None:
         self._runner, self._managed, self._options = parts.runner, parts.managed, parts.options
         self._refusals, self._programs, self._stats = parts.refusals, parts.programs, parts.runner.stats
@@ -108,7 +108,7 @@ class Stages:
             self._memory.begin(self._managed.walk_before(), self._runner.backend, is_timed=bool(self._stats.measured))
         self._has_begun = True
         if not entry.eager_calls:
-            self._managed.take_fed(feed.leaves)
+            self._managed.add_fed(feed.leaves)
         fed = CallArguments.of(feed).watch()
         call = partial(self._runner.call, fed)
         with self._stats.timed("warmup"):
@@ -377,7 +377,7 @@ class Stages:
                 # Replays compare some of the reads. The others can run before the step from now on.
                 self._reads.take(call, facts.batch, facts, may_turn=False)
             return
-        if self._managed.take_leaves(facts.leaves):
+        if self._managed.add_leaves(facts.leaves):
             # In this trace, the gradients of these tensors were not owned yet.
             line.traces = []
             return
@@ -385,12 +385,12 @@ class Stages:
             raise facts.violation
         self._managed.check_kept()
         walk = at_end or self._managed.walk()
-        if self._managed.take_names(facts.executed, walk):
+        if self._managed.add_names(facts.executed, walk):
             # Code ran for the first time, and this trace did not watch the objects that it uses.
             line.traces = []
             self._count_renamed(line)
             return
-        if self._managed.take_states(facts.own_states):
+        if self._managed.add_states(facts.own_states):
             walk = self._managed.walk()
             at_end = at_end and walk
             facts.find_owned(facts.own_states, walk)

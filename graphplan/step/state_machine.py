@@ -47,7 +47,7 @@ from graphplan.step.peers import Peers
 from graphplan.step.programs import EXPECTED, Programs
 from graphplan.step.reasons import Call, Reasons
 from graphplan.step.replays import Replays
-from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
+from graphplan.step.runner import Backends, Refusals, Runner, StepContext, to_device
 from graphplan.step.stages import Stages
 from graphplan.trace.mode import is_traced, refuse_trace
 
@@ -96,7 +96,7 @@ class StateMachine:
         self._is_alone = peers is None
         # If not `is_alone`, the caller has already made varying numbers a part of its owners.
         self._gives = is_alone and peers is None and not is_eager
-        parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers, self.given)
+        parts = StepContext(options, self.managed, self.runner, self.refusals, self.programs, peers, self.given)
         self.memory = MemoryBudget(parts)
         self.lookup = Lookup(parts)
         self.stages = Stages(parts, self.lookup, self.buffers, self.memory, self.unread)
@@ -154,7 +154,7 @@ class StateMachine:
                 "another one. Call the original function here, or graph only the parts",
             )
             # Run the function alone: with device learning rates, the outer trace would see this step compute with them.
-            return self.runner.call(brought_to(self.options.feed_device, args, kwargs))
+            return self.runner.call(to_device(self.options.feed_device, args, kwargs))
         if around is not None and changing_mode() is not None and not runs_within_step():
             self.refusals.warn(
                 f"graphplan runs calls eagerly while {around} is active, because a replay would ignore it"
@@ -233,7 +233,7 @@ class StateMachine:
 
     def _arguments_of(self, call: Call) -> CallArguments:
         """The arguments for an eager call, moved to the step's device if ``device=`` is given."""
-        return brought_to(self.options.feed_device, call.args, call.kwargs)
+        return to_device(self.options.feed_device, call.args, call.kwargs)
 
     def refused(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
         """Run the call eagerly because of a refusal, and count it."""

@@ -56,11 +56,11 @@ def storage_id(tensor: Tensor) -> int | None:
         return None
 
 
-Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
+MemoryView = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 """Storage, offset, shape, strides, dtype, conjugate bit, negative bit: equal places are equal views of one memory."""
 
 
-def place_of(tensor: Tensor) -> Place:
+def place_of(tensor: Tensor) -> MemoryView:
     """Return the place of ``tensor``."""
     if type(tensor) not in PLAIN_KINDS:
         tensor = local(tensor)

@@ -30,7 +30,7 @@ from graphplan.feed.signature import leaf_key
 from graphplan.owners.slots import Slot
 from graphplan.tensors.copying import same_bits
 from graphplan.trace.caches import Cached
-from graphplan.trace.host_reads import HostRead, Place, find_place
+from graphplan.trace.host_reads import CodePosition, HostRead, find_place
 from graphplan.trace.operator_schemas import PACKING, POSITIONS, TO_COPY, OperatorCall, tensors_in
 
 
@@ -78,7 +78,7 @@ class Read(NamedTuple):
     reads.
     """
 
-    place: Place
+    place: CodePosition
     kind: Kind
     found: Any
     error: HostSyncError | None
@@ -353,7 +353,7 @@ class BatchAnswers:
     """The answers to the reads of a traced or captured step: values in ``reads``, and fed ``tensors``."""
 
     def __init__(self, reads: BatchReads, tensors: Sequence[Tensor]) -> None:
-        self._answers: dict[Place, list[tuple[Read, Sequence[Tensor]]]] = {}
+        self._answers: dict[CodePosition, list[tuple[Read, Sequence[Tensor]]]] = {}
         for read, found in zip(reads.reads, reads.tensors_of(tensors), strict=True):
             self._answers.setdefault(read.place, []).append((read, found))
 

@@ -29,7 +29,7 @@ from graphplan.trace.batch_reads import (
 )
 from graphplan.trace.caches import Cached, find_cached
 from graphplan.trace.call_recorder import CallRecorder
-from graphplan.trace.host_reads import Place, begins_slice, find_place
+from graphplan.trace.host_reads import CodePosition, begins_slice, find_place
 from graphplan.trace.operator_schemas import LIKE_OPERATORS, PACKING, OperatorCall, tensors_in
 
 _LARGEST = 4096
@@ -67,8 +67,8 @@ class EarlierReads:
         looks: number of searches for these.
     """
 
-    expected: set[tuple[Place, Kind]] = field(default_factory=set)
-    deferred_places: set[Place] = field(default_factory=set)
+    expected: set[tuple[CodePosition, Kind]] = field(default_factory=set)
+    deferred_places: set[CodePosition] = field(default_factory=set)
     useless_deferrals: int = 0
     deferring_stopped: bool = False
     cached: dict[int, Cached] = field(default_factory=dict)
@@ -105,9 +105,9 @@ class BatchRecorder(CallRecorder):
         """The tensors that each read gave, if any."""
         self._is_packed = False
         """Whether lengths for packing were read: in further steps, packing would get them in host memory."""
-        self._beyond: set[Place] = set()
+        self._beyond: set[CodePosition] = set()
         """Places of reads that need more than the batch."""
-        self._beginning: set[Place] = set()
+        self._beginning: set[CodePosition] = set()
         """Places where the step reads an integer that may begin a slice."""
         self._operators = 0
         self._places: list[_Leaf] = []
@@ -277,7 +277,7 @@ class BatchRecorder(CallRecorder):
         self,
         call: OperatorCall,
         out: Any,
-        place: Place,
+        place: CodePosition,
         error: Callable[[], HostSyncError] | None,
         *,
         may_be_expected: bool,

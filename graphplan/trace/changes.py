@@ -21,7 +21,7 @@ from graphplan.owners.kinds import SCALARS
 from graphplan.owners.slots import Items, Scalar, Walk, holds_plain, tensor_leaves
 from graphplan.owners.tensor_metadata import ABSENT, EXISTS, difference, is_there, metadata_of
 from graphplan.owners.walk import walk_owners
-from graphplan.tensors.storages import Place, place_of
+from graphplan.tensors.storages import MemoryView, place_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Rebinding:
     """
 
     path: str
-    before: tuple[Place, ...] | None
-    after: tuple[Place, ...] | None
+    before: tuple[MemoryView, ...] | None
+    after: tuple[MemoryView, ...] | None
     moved: bool = False
     joined: str | None = None
     follows: str | None = None
@@ -71,7 +71,7 @@ class Recorder:
         self._owners = owners
         self.walk = walk
         self._weak: list[StorageWeakRef] = []
-        self.places: dict[str, tuple[Place, ...]] = {}
+        self.places: dict[str, tuple[MemoryView, ...]] = {}
         self.metadata: dict[str, Any] = {}
         self._held: dict[str, list[weakref.ref[Tensor]]] = {}
         self._plain: set[str] = set()
@@ -165,7 +165,9 @@ class Recorder:
         tensors = now.slots[path].tensors() if path in now.slots else []
         return len(held) == len(tensors) > 0 and all(known() is t for known, t in zip(held, tensors, strict=True))
 
-    def _note_moved(self, found: Changes, moved: list[str], places: Mapping[str, tuple[Place, ...]], now: Walk) -> None:
+    def _note_moved(
+        self, found: Changes, moved: list[str], places: Mapping[str, tuple[MemoryView, ...]], now: Walk
+    ) -> None:
         """Mark rebindings at ``moved``: replays do not move tensors, so those that share memory must move together."""
         before, after = _sharing(self.places, moved), _sharing(places, moved)
         for path in moved:
@@ -182,7 +184,7 @@ class Recorder:
             joined = min(others, default=None)
             found.rebindings[path] = replace(found.rebindings[path], moved=True, joined=joined)
 
-    def _follows(self, path: str, moved: str, found: Changes, places: Mapping[str, tuple[Place, ...]]) -> bool:
+    def _follows(self, path: str, moved: str, found: Changes, places: Mapping[str, tuple[MemoryView, ...]]) -> bool:
         """Return True if ``path`` got the memory that ``moved`` has now, and before had all of its memory or none."""
         is_like_it = path in found.rebindings and places.get(path) == places[moved]
         storages = {place[0] for place in self.places[moved]}
@@ -204,7 +206,9 @@ class Recorder:
             found.moved[path] = (len(old), len(items))
 
 
-def _sharing(places: Mapping[str, tuple[Place, ...]], paths: Iterable[str]) -> dict[str, dict[str, tuple[Any, ...]]]:
+def _sharing(
+    places: Mapping[str, tuple[MemoryView, ...]], paths: Iterable[str]
+) -> dict[str, dict[str, tuple[Any, ...]]]:
     """Return, for each of ``paths``, the paths in the same storages, itself included, with their places in these."""
     wanted = {place[0] for path in paths for place in places[path]} - {None}
     within: defaultdict[int | None, list[str]] = defaultdict(list)

@@ -38,7 +38,7 @@ from graphplan.tensors.deferred import (
 )
 from graphplan.tensors.trees import flatten_result, rebuild
 from graphplan.trace.changes import Changes
-from graphplan.trace.host_reads import Place, ends_step, find_place, is_torchs, sums_otherwise
+from graphplan.trace.host_reads import CodePosition, ends_step, find_place, is_torchs, sums_otherwise
 from graphplan.trace.operator_schemas import AS_ON_DEVICE
 from graphplan.trace.symbolic_numbers import SymbolicNumbers
 
@@ -59,7 +59,7 @@ class DeferredReads:
         fills: bool = True,
         defers: bool = True,
         symbolic: SymbolicNumbers | None = None,
-        integer_places: Collection[Place] = (),
+        integer_places: Collection[CodePosition] = (),
     ) -> None:
         self._thread = self._modes = 0
         self._fills, self.defers, self.integer_places = fills, defers, frozenset(integer_places)

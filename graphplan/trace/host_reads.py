@@ -35,7 +35,7 @@ _SUMS_DIFFER = sys.version_info >= (3, 12)
 """Since Python 3.12, ``sum()`` compensates for the rounding errors of additions."""
 
 
-class Place(NamedTuple):
+class CodePosition(NamedTuple):
     """An expression in a file, not an instruction: which of its instructions makes a call differs under a profile
     function. Many calls reach an expression in torch's own code: ``caller`` is the expression that calls torch.
     """
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     line: int
     function: str
     where: tuple[int | None, ...]
-    caller: Place | None = None
+    caller: CodePosition | None = None
 
     def __str__(self) -> str:
         if not self.filename:
@@ -64,7 +64,7 @@ class HostRead:
     and replays compare whether it selects all.
     """
 
-    place: Place
+    place: CodePosition
     value: Any
     asserted: bool = False
     constant: bool = False
@@ -118,11 +118,11 @@ def is_torchs() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(TORCH)
 
 
-ENGINE = Place("", 0, "autograd's engine", ())
+ENGINE = CodePosition("", 0, "autograd's engine", ())
 """The place of reads in the autograd engine's own thread, which has no Python frames but this package's."""
 
 
-def find_place() -> Place:
+def find_place() -> CodePosition:
     """Return the place of the current read."""
     frame = _asking(sys._getframe(1))
     if frame is None:
@@ -134,11 +134,11 @@ def find_place() -> Place:
     return _place_of(frame, caller)
 
 
-def _place_of(frame: FrameType, caller: Place | None = None) -> Place:
+def _place_of(frame: FrameType, caller: CodePosition | None = None) -> CodePosition:
     code = frame.f_code
     positions: Any = getattr(code, "co_positions", None)
     where = next(islice(positions(), frame.f_lasti // 2, None)) if positions is not None else (frame.f_lasti,)
-    return Place(code.co_filename, frame.f_lineno, code.co_name, where, caller)
+    return CodePosition(code.co_filename, frame.f_lineno, code.co_name, where, caller)
 
 
 def is_asserted() -> bool:
@@ -182,14 +182,14 @@ class KnownReads:
     """The reads of the traced steps, for a capture of the same step."""
 
     def __init__(self, reads: Sequence[HostRead] = ()) -> None:
-        self._reads: dict[Place, list[HostRead]] = {}
+        self._reads: dict[CodePosition, list[HostRead]] = {}
         for read in reads:
             self._reads.setdefault(read.place, []).append(read)
 
-    def __contains__(self, place: Place) -> bool:
+    def __contains__(self, place: CodePosition) -> bool:
         return place in self._reads
 
-    def take(self, place: Place) -> HostRead:
+    def take(self, place: CodePosition) -> HostRead:
         """Return the next recorded read at ``place``; after the last one, that one again."""
         reads = self._reads[place]
         return reads.pop(0) if len(reads) > 1 else reads[0]

@@ -20,7 +20,7 @@ from graphplan.tensors.copying import same_bits
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.batch_reads import RESTORE, TRANSFER, Call
 from graphplan.trace.call_recorder import CallRecorder
-from graphplan.trace.host_reads import Place
+from graphplan.trace.host_reads import CodePosition
 from graphplan.trace.operator_schemas import OperatorCall, tensors_in
 
 
@@ -34,13 +34,13 @@ class Transfer:
         is_constant: whether it is made from Python numbers alone.
     """
 
-    place: Place
+    place: CodePosition
     value: Tensor
     copy: Tensor
     is_constant: bool = False
 
     @classmethod
-    def of(cls, place: Place, tensor: Tensor, device: torch.device, *, is_constant: bool = False) -> Transfer:
+    def of(cls, place: CodePosition, tensor: Tensor, device: torch.device, *, is_constant: bool = False) -> Transfer:
         """Return the transfer of ``tensor``, with its current value, to ``device``."""
         with torch.inference_mode(False), torch.no_grad():
             value = tensor.detach().clone()

@@ -24,8 +24,8 @@ from graphplan.owners.generators import HostGenerators
 from graphplan.owners.slots import Walk
 from graphplan.owners.snapshot import Snapshot
 from graphplan.program.faults import is_steps_own
-from graphplan.program.leases import StaticOutput
 from graphplan.program.program import Program
+from graphplan.program.shared_buffers import StaticOutput
 from graphplan.tensors.copying import copy_all
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
@@ -94,7 +94,7 @@ class Check:
         # Only replays use the values of the batch that are read before the step.
         self._read_before = {f"input {index}" for index, name in enumerate(plan.feed.names()) if BATCH_READS in name}
         # The program's output tensors hold its latest results, which may be arguments of this call.
-        self._static_outputs = [(lease, lease.number) for lease in program.outputs.lent]
+        self._static_outputs = [(buffer, buffer.version) for buffer in program.outputs.shared]
 
     def run(self, eager: Callable[[Callable[[], Walk]], Any]) -> Verdict:
         """Replay the program, undo the replay, run ``eager`` and compare. The eager step's outcome stands. ``eager``
@@ -146,8 +146,8 @@ class Check:
         """Copy all that the step may change, including tensors that only a name leads to; return these by path, too."""
         held = tensors_of(walk)
         untouched = self._program.plan.untouched(walk)
-        lent = {lease.name: lease.tensor for lease, _ in self._static_outputs}
-        tensors = {**{path: t for path, t in held.items() if path not in untouched}, **self._unowned_and_fed, **lent}
+        shared = {buffer.name: buffer.tensor for buffer, _ in self._static_outputs}
+        tensors = {**{path: t for path, t in held.items() if path not in untouched}, **self._unowned_and_fed, **shared}
         # Do not copy tensors that the step does not touch (it may be a whole dataset), except those in modules.
         others = [held[path] for path in untouched & held.keys() if id(held[path]) not in walk.found]
         every = [*tensors.values(), *others]
@@ -158,8 +158,8 @@ class Check:
     def undo(self, snapshot: Snapshot) -> None:
         """Restore everything, and make the outputs of earlier replays valid again."""
         snapshot.restore(self._program.adopted.written | self._program.bindings.grad_memory)
-        for lease, number in self._static_outputs:
-            lease.number = number
+        for buffer, version in self._static_outputs:
+            buffer.version = version
 
     def start(self) -> None:
         """Copy the state before the replay. It is restored before each further replay."""
@@ -301,9 +301,9 @@ class Check:
         """Return the paths of tensors in the program's output memory, which a replay overwrites."""
         if not self._static_outputs:
             return set()
-        lent = {storage_id(lease.tensor) for lease, _ in self._static_outputs}
+        shared = {storage_id(buffer.tensor) for buffer, _ in self._static_outputs}
         with torch._C.DisableTorchFunctionSubclass():
-            return {path for path, parts in tensors.items() if any(storage_id(part) in lent for part in parts)}
+            return {path for path, parts in tensors.items() if any(storage_id(part) in shared for part in parts)}
 
     def _go_back(self) -> None:
         """Restore the state before the first replay, for another one."""

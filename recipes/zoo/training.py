@@ -24,7 +24,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from graphplan import GraphPlanCallback, graph_step, graphed, prepare_optimizer
 from graphplan.optimizers.preparation import device_of
-from graphplan.optimizers.rates import shadow_dtype
+from graphplan.optimizers.rates import device_rate_dtype
 from recipes.benchmarks.workloads import cosine
 from recipes.zoo.batches import COUNT
 from recipes.zoo.clock import Feed, Turns
@@ -123,7 +123,7 @@ def prepare(optimizer: Optimizer) -> None:
     def lend(*_: Any) -> None:
         numbers[:] = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            dtype, device = shadow_dtype(group), device_of(group)
+            dtype, device = device_rate_dtype(group), device_of(group)
             if dtype is not None and device.type == "cuda":
                 group["lr"] = torch.tensor(group["lr"], dtype=dtype, device=device)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import HostScalarError, SkipReason, graph_step
-from graphplan.observe.looks import container_uses
+from graphplan.observe.container_uses import container_uses
 from tests.models import attributes, updating_rig
 from tests.twins import SECOND_TRACE, Rig, assert_equals_eager, assert_refused, assert_same_as_eager, line_of
 

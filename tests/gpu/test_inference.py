@@ -66,7 +66,7 @@ def test_buckets_and_prewarming() -> None:
         x = batch(rng.randint(1, 8))
         torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-4)
     assert fast.num_graphs == 4 and fast.stats.captured == 4
-    assert all(program.inputs._leases for program in fast.programs), "padded where the programs read it"
+    assert all(program.inputs._of_callers for program in fast.programs), "padded where the programs read it"
 
 
 def test_batches_from_the_host() -> None:

@@ -154,7 +154,7 @@ def test_padding_lies_in_the_programs_own_input() -> None:
     """What is padded is written where the program reads it: nothing is copied a second time."""
     fast = bucketed(network(), [4, 8], verify="off")
     fast.prewarm(example=(torch.randn(3, 8),))
-    assert all(program.inputs._leases for program in fast.programs)
+    assert all(program.inputs._of_callers for program in fast.programs)
     addresses = {program.inputs.by_leaf[0].data_ptr() for program in fast.programs}
     assert len(addresses) == 1, "one allocation for all sizes"
 

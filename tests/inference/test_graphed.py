@@ -34,7 +34,7 @@ from graphplan import (
     UncoveredRoleError,
     graphed,
 )
-from graphplan.program import leases
+from graphplan.program import shared_buffers
 from tests.facts import assert_same, flatten
 from tests.inference.helpers import Layer, assert_replays
 from tests.twins import by_chance
@@ -748,7 +748,7 @@ def test_compiled_modules() -> None:
 def test_nothing_is_kept_alive(options: Any) -> None:
     """Neither batches nor results are; nor is a model, its programs and their memory, once nobody has it any more."""
     # Those of other tests' functions, which a module may hold.
-    before = set(leases._LEASES)
+    before = set(shared_buffers._SHARED)
     layer = Layer()
     fast = graphed(layer, backend="tape", **options)
     fed = []
@@ -761,7 +761,7 @@ def test_nothing_is_kept_alive(options: Any) -> None:
     del layer, fast
     gc.collect()
     assert [ref() for ref in held] == [None] * len(held)
-    assert set(leases._LEASES) <= before
+    assert set(shared_buffers._SHARED) <= before
 
 
 def test_an_instance_and_its_graphed_method_go_together() -> None:

@@ -135,8 +135,8 @@ IN_FIT = [
     *("logging.step_logs:StepLogs._in_known_dtype", "logging.step_logs:find_source"),
     "logging.connector:LazyConnector.postpone",
     *("logging.late_numbers:PendingRows.take", "logging.late_numbers:PendingRows.look"),
-    *("logging.late_numbers:HostCopy.__init__", "logging.late_numbers:HostCopy.has_arrived"),
-    "logging.late_numbers:HostCopy.wait",
+    *("logging.late_numbers:AsyncHostCopy.__init__", "logging.late_numbers:AsyncHostCopy.has_arrived"),
+    "logging.late_numbers:AsyncHostCopy.wait",
 ]
 """What stands in for Lightning's own code from batch to batch."""
 

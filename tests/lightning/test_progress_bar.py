@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from torchmetrics.classification import MulticlassAccuracy
 
 from graphplan.callback.logging import bars
-from graphplan.callback.logging.late_numbers import HostCopy
+from graphplan.callback.logging.late_numbers import AsyncHostCopy
 from tests.lightning.parts import LitDigits, fit, tape, with_step
 
 PER_FIT = 2 * 10
@@ -135,7 +135,7 @@ def test_a_stock_bar_runs(make: Any, tmp_path: Path) -> None:
 
 def test_a_copy_on_the_host_is_made_at_once() -> None:
     """Nothing that is written afterwards shows."""
-    copy = HostCopy(tensor := torch.ones(2))
+    copy = AsyncHostCopy(tensor := torch.ones(2))
     tensor.zero_()
     assert copy.has_arrived()
     assert copy.wait().tolist() == [1.0, 1.0]

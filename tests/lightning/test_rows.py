@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor
 
 from graphplan.callback.logging import late_numbers as rows
-from graphplan.callback.logging.late_numbers import HostCopy
+from graphplan.callback.logging.late_numbers import AsyncHostCopy
 from tests.crossing import by_key, each
 from tests.lightning.endings import assert_nothing_installed, run_until
 from tests.lightning.parts import Fit, LitDigits, assert_same_fits, fit, tape, with_step
@@ -35,7 +35,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
     """Numbers that arrive so many looks later; grows with each look."""
     looks: list[None] = []
 
-    class Late(HostCopy):
+    class Late(AsyncHostCopy):
         left = getattr(request, "param", 3)
 
         def has_arrived(self) -> bool:
@@ -43,7 +43,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
             self.left -= 1
             return self.left < 0
 
-    monkeypatch.setattr(rows, "HostCopy", Late)
+    monkeypatch.setattr(rows, "AsyncHostCopy", Late)
     return looks
 
 
@@ -156,7 +156,7 @@ def test_a_row_waits_for_no_more_than_two(tmp_path: Path, monkeypatch: pytest.Mo
     """The host does not run ahead of the device for ever."""
     waiting: list[int] = []
     plain = rows.PendingRows.look
-    monkeypatch.setattr(HostCopy, "has_arrived", lambda self: False)
+    monkeypatch.setattr(AsyncHostCopy, "has_arrived", lambda self: False)
     monkeypatch.setattr(rows.PendingRows, "look", lambda self: (waiting.append(len(self.pending)), plain(self))[1])
     fit(with_step(_step), tmp_path, tape(), max_epochs=1)
     assert max(waiting) == 2

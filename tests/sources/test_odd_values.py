@@ -19,7 +19,7 @@ from tests.models import assert_losses_as_eager
 X = torch.arange(8.0).reshape(2, 4)
 
 
-class Odd:
+class OpaqueValue:
     """Cannot be compared."""
 
     def __init__(self, value: float) -> None:
@@ -60,7 +60,7 @@ class OddTuple(tuple[Any, ...]):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("held", [lambda: 2.0, lambda: Odd(2.0), lambda: torch.tensor(2.0), lambda: [2.0]])
+@pytest.mark.parametrize("held", [lambda: 2.0, lambda: OpaqueValue(2.0), lambda: torch.tensor(2.0), lambda: [2.0]])
 def test_a_tuple_with_a_length_of_its_own(held: Callable[[], Any]) -> None:
     """It is read as a plain tuple is, without a call of its class's methods."""
 
@@ -86,7 +86,7 @@ def test_a_tuple_with_a_length_of_its_own(held: Callable[[], Any]) -> None:
     assert all(map(torch.equal, train(replays=False), train(replays=True)))
 
 
-@pytest.mark.parametrize("value", [lambda: Odd(1.0), lambda: np.ones(3), lambda: {1, 2}])
+@pytest.mark.parametrize("value", [lambda: OpaqueValue(1.0), lambda: np.ones(3), lambda: {1, 2}])
 def test_hyper_parameters_of_any_kind(value: Callable[[], Any]) -> None:
     """What nobody can compare or hash is told apart by what it holds, or by identity; nothing comes of the attempt."""
 

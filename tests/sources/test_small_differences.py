@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import HostScalarError, graph_step
-from tests.sources.test_odd_values import Odd, OddNumber
+from tests.sources.test_odd_values import OddNumber, OpaqueValue
 
 X = torch.arange(8.0).reshape(2, 4)
 
@@ -58,8 +58,12 @@ def _number_that_cannot_be_compared() -> tuple[Any, Callable[[Tensor], Tensor], 
 
 
 def _object_that_cannot_be_compared() -> tuple[Any, Callable[[Tensor], Tensor], Callable[[], Any]]:
-    settings = {"factor": Odd(2.0)}
-    return {"settings": settings}, lambda x: x * settings["factor"].value, lambda: settings.update(factor=Odd(3.0))
+    settings = {"factor": OpaqueValue(2.0)}
+    return (
+        {"settings": settings},
+        lambda x: x * settings["factor"].value,
+        lambda: settings.update(factor=OpaqueValue(3.0)),
+    )
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class InjectedError(Exception):
 BEFORE: dict[str, list[str]] = {
     "graphplan.owners.discovery": ["Discovery.unknown", "Discovery._saw_module", "Discovery.kept"],
     "graphplan.step.managed": [
-        "walk_owners", "runs_compiled", "Managed.take_names", "Managed.refresh", "Managed.fingerprint",
+        "walk_owners", "runs_compiled", "Managed.add_names", "Managed.refresh", "Managed.fingerprint",
         "Managed.next_fingerprint", "Managed.grad_presence", "Managed.rows", "trace",
     ],
     "graphplan.step.state_machine": ["no_collections"],
@@ -99,7 +99,7 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.optimizers.preparation": [
         "Preparation._has_newcomers", "Preparation.enter", "Preparation.leave",
     ],
-    "graphplan.optimizers.rates": ["Shadow.push", "Shadow.enter", "LearningRates.attach"],
+    "graphplan.optimizers.rates": ["DeviceRate.push", "DeviceRate.enter", "LearningRates.attach"],
 }  # fmt: skip
 """Functions that run before the step, around it, in its middle or after it."""
 PLACES = [f"{module}:{name}" for module, names in BEFORE.items() for name in names]

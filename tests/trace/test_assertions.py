@@ -26,7 +26,7 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import flatten
 from graphplan.observe.conversions import validates
 from graphplan.trace.given_values import GivenValues
-from graphplan.trace.host_reads import HostRead, Place
+from graphplan.trace.host_reads import CodePosition, HostRead
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
 from tests.devices import BACKEND, DEVICE
@@ -788,7 +788,7 @@ def test_other_functions_stay_what_they_are() -> None:
     assert F.one_hot is before
 
 
-def place_of(reads: Callable[[], object]) -> Place:
+def place_of(reads: Callable[[], object]) -> CodePosition:
     """Where the function reads a tensor, as a trace would find it."""
     record = Trace()
     feed = flatten((), {})

@@ -1089,7 +1089,7 @@ def test_a_part_that_is_replaced(when: int, verify: str) -> None:
 
 def way_of(source: Any, found: int, *operators: tuple[Any, ...]) -> batch_reads.BatchReads:
     """What clones a source, runs ``operators`` on that in place, and finds a number then."""
-    alone, place, aten = frozenset[int | None](), host_reads.Place("", 0, "", ()), torch.ops.aten
+    alone, place, aten = frozenset[int | None](), host_reads.CodePosition("", 0, "", ()), torch.ops.aten
     slots = [batch_reads.TensorSlot(number) for number in range(2)]
     steps = [(aten.clone.default, slots[0]), *((run, slots[1], *args) for run, *args in operators)]
     steps.append((aten._local_scalar_dense.default, slots[1]))

@@ -29,7 +29,7 @@ from graphplan.feed.signature import flatten
 from graphplan.plan.difference import check_difference
 from graphplan.step.compiled import refuse_beside_compiled
 from graphplan.trace.given_values import GivenValues
-from graphplan.trace.host_reads import ENGINE, HostRead, KnownReads, Place
+from graphplan.trace.host_reads import ENGINE, CodePosition, HostRead, KnownReads
 from graphplan.trace.host_transfers import Transfer
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
@@ -177,7 +177,7 @@ def test_a_capture_is_given_the_positions_that_masks_select(monkeypatch: pytest.
         changed[mask] = -x[mask]
         return [x[mask], changed, mask.nonzero(), x[:, mask[0]]]
 
-    places: list[Place] = []
+    places: list[CodePosition] = []
     with monkeypatch.context() as noting, GivenValues([]):
         noting.setattr(KnownReads, "__contains__", lambda known, place: bool(places.append(place)))
         expected = select(mask)

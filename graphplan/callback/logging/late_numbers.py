@@ -24,7 +24,7 @@ _MOST = 2  # Maximum number of pending rows.
 _ROWS: WeakKeyDictionary[Any, PendingRows] = WeakKeyDictionary()  # Pending rows by logger. A copy of a logger has none.
 
 
-class HostCopy:
+class AsyncHostCopy:
     """An asynchronous copy of ``tensor`` to host memory."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -77,7 +77,7 @@ _KINDS: dict[type, type] = {CSVLogger: LateCSVLogger, TensorBoardLogger: LateTen
 class _Row(NamedTuple):
     loggers: list[Any]
     metrics: dict[str, Any]
-    numbers: HostCopy
+    numbers: AsyncHostCopy
     step: int
 
 
@@ -116,7 +116,7 @@ class PendingRows:
         if len(self.pending) >= _MOST:
             self._write()
         # In float64, each value equals the number that ``item()`` would give.
-        numbers = HostCopy(torch.stack([value.detach().reshape(()).double() for value in values]))
+        numbers = AsyncHostCopy(torch.stack([value.detach().reshape(()).double() for value in values]))
         epoch, step = self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop._batches_that_stepped
         self.pending.append(_Row(loggers, {**metrics, "epoch": metrics.get("epoch", epoch)}, numbers, step))
         return True

@@ -36,7 +36,7 @@ from graphplan.effects.allowed import is_allowed
 from graphplan.errors import OptionError, RecaptureError, RefusalError, SkipReason
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import with_new_containers
-from graphplan.owners.slots import Via
+from graphplan.owners.slots import OwnerByAttribute
 from graphplan.owners.views import CallNumbers
 from graphplan.program.faults import lost, refusal_of
 from graphplan.report.figures import Figures, describe_program
@@ -150,7 +150,7 @@ class Seam(ABC):
         owners: dict[str, Any] = {"model": self._module, **wrapper, **optimizers_of(self._trainer)}
         for name, part in progress.items():
             for count in ("total", "current"):
-                owners[f"progress.{name}.{count}"] = Via(getattr(part, count), "optim_progress")
+                owners[f"progress.{name}.{count}"] = OwnerByAttribute(getattr(part, count), "optim_progress")
         owners["logs"] = self.logs.totals
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:

@@ -1,7 +1,7 @@
-"""Leased memory: static outputs, and inputs that callers fill in place.
+"""Memory that callers share: static outputs, and inputs that callers fill in place.
 
-A replay with static outputs returns its own memory as tensors that store the number of the replay, as do their views:
-using one after the next replay raises. Inputs in leased memory need no copy: a program that is captured on them uses
+A replay with static outputs returns its own memory as tensors that store the version of that memory, as do their views:
+using one after the next replay raises. Inputs in shared memory need no copy: a program that is captured on them uses
 that memory as its static input.
 """
 
@@ -21,50 +21,50 @@ from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
 
 
-class Lease:
-    """One leased tensor. ``number`` counts the writes to it; ``writable``: programs may write to it."""
+class SharedBuffer:
+    """One tensor that callers share. ``version`` counts the writes to it; ``writable``: programs may write to it."""
 
-    __slots__ = ("__weakref__", "name", "number", "tensor", "writable")
+    __slots__ = ("__weakref__", "name", "tensor", "version", "writable")
 
     def __init__(self, tensor: Tensor, name: str, *, writable: bool = False) -> None:
         self.tensor = tensor
         self.name = name
-        self.number = 0
+        self.version = 0
         self.writable = writable
-        _LEASES[_place(tensor)] = self
+        _SHARED[_place(tensor)] = self
 
 
-_LEASES: weakref.WeakValueDictionary[Any, Lease] = weakref.WeakValueDictionary()
-"""Leases by memory. While a lease exists, no other tensor can get its memory."""
+_SHARED: weakref.WeakValueDictionary[Any, SharedBuffer] = weakref.WeakValueDictionary()
+"""Shared buffers by memory. While one exists, no other tensor can get its memory."""
 
 
 def _place(tensor: Tensor) -> Any:
     return (storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def find_lease(tensor: Tensor) -> Lease | None:
-    """Return the lease of exactly this memory; None if there is none."""
-    if not _LEASES or is_sharded(tensor) or tensor.requires_grad:
+def find_shared(tensor: Tensor) -> SharedBuffer | None:
+    """Return the buffer of exactly this memory; None if there is none."""
+    if not _SHARED or is_sharded(tensor) or tensor.requires_grad:
         return None
-    return _LEASES.get(_place(tensor))
+    return _SHARED.get(_place(tensor))
 
 
 class StaticOutput(Tensor):
     """A result that the next replay overwrites. Using it after that raises; to keep it, copy it before."""
 
-    _lease: Lease
-    _number: int
+    _buffer: SharedBuffer
+    _buffer_version: int
 
     @classmethod
-    def of(cls, lease: Lease) -> StaticOutput:
-        """Return the lease's tensor, valid until the next write."""
-        return cls._marked(lease.tensor, lease, lease.number)
+    def of(cls, buffer: SharedBuffer) -> StaticOutput:
+        """Return the buffer's tensor, valid until the next write."""
+        return cls._marked(buffer.tensor, buffer, buffer.version)
 
     @classmethod
-    def _marked(cls, tensor: Tensor, lease: Lease, number: int) -> StaticOutput:
+    def _marked(cls, tensor: Tensor, buffer: SharedBuffer, version: int) -> StaticOutput:
         marked = tensor.as_subclass(cls)
-        marked._lease = lease
-        marked._number = number
+        marked._buffer = buffer
+        marked._buffer_version = version
         return marked
 
     def plain(self) -> Tensor:
@@ -78,10 +78,10 @@ class StaticOutput(Tensor):
             return found
 
     def _check(self) -> None:
-        lease = self._lease
-        if lease.number != self._number:
+        buffer = self._buffer
+        if buffer.version != self._buffer_version:
             raise StaleError(
-                f"{lease.name} of an earlier replay is used after a later replay has overwritten it; expected its use "
+                f"{buffer.name} of an earlier replay is used after a later replay has overwritten it; expected its use "
                 "before the function is called again. Keep a .clone() of it, or pass outputs='clone'"
             )
 
@@ -103,7 +103,7 @@ class StaticOutput(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            is_stale = self._lease.number != self._number
+            is_stale = self._buffer.version != self._buffer_version
         return f"StaticOutput(overwritten {TensorSpec.of(self.plain_memory())})" if is_stale else repr(self.plain())
 
     def plain_memory(self) -> Tensor:
@@ -120,7 +120,7 @@ class StaticOutput(Tensor):
 
 def _mark_view(tensor: Tensor, by_storage: Mapping[int | None, StaticOutput]) -> Tensor:
     source = by_storage.get(storage_id(tensor)) if type(tensor) is Tensor else None
-    return tensor if source is None else StaticOutput._marked(tensor, source._lease, source._number)
+    return tensor if source is None else StaticOutput._marked(tensor, source._buffer, source._buffer_version)
 
 
 _FACTS = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_meta", "is_nested", "is_sparse")
@@ -133,7 +133,7 @@ _HARMLESS = {
 
 def plain(value: Any) -> Any:
     """Return ``value`` with ordinary tensors in place of static outputs."""
-    if not _LEASES:
+    if not _SHARED:
         return value
     if type(value) is StaticOutput:
         return value.plain()
