@@ -134,12 +134,10 @@ class Replays:
         repeated = None
         if program.needs_first_check:
             repeated = RepeatedOperators(program.expected, answers_in(fed.kwargs), program.numbers)
-        place = partial(self._place, program, nbytes, room)
-        on_any = self._on_any if program.plan.communicates else bool
         try:
             with self._stats.timed("verify"):
-                check = Check(program, feed.leaves, allow=self._options.allow, place=place, on_any=on_any)
-                verdict = check.run(partial(self._eager, program, fed, feed.leaves, repeated))
+                place = partial(self._place, program, nbytes, room)
+                verdict = self._compare(program, fed, feed.leaves, place, repeated)
         except (torch.OutOfMemoryError, PeerError) as error:
             # The traceback's frames hold the check's copies, and gradients, which a replay would take for kept.
             traceback.clear_frames(error.__traceback__)
@@ -171,6 +169,18 @@ class Replays:
             self._stats.bytes_verified = nbytes
         self._stats.end_call("verified")
         return Checked(verdict.result)
+
+    def _compare(
+        self,
+        program: Program,
+        fed: CallArguments,
+        leaves: Sequence[Any],
+        place: Callable[[], tuple[torch.device, float]],
+        repeated: RepeatedOperators | None,
+    ) -> Verdict:
+        on_any = self._on_any if program.plan.communicates else bool
+        check = Check(program, leaves, allow=self._options.allow, place=place, on_any=on_any)
+        return check.run(partial(self._eager, program, fed, leaves, repeated))
 
     def begin(self, program: Program) -> None:
         """Add a program to the check schedule of its form. If it communicates, all ranks check in the same steps."""
