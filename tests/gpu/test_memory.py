@@ -262,20 +262,28 @@ def stateful_rig() -> Rig:
 
 
 def most_reserved(make: Callable[[], Rig], **options: Any) -> tuple[int, Record, Any]:
-    """What steps reserve at most, with ``options`` in the hands of graph_step, what they leave, and the step."""
-    start, most = memory()[1], 0
+    """What is reserved at most in steps, with ``options`` in the hands of graph_step, what they leave, and the step."""
+    memory()
+    most = 0
     torch.cuda.reset_peak_memory_stats(DEVICE)
 
-    def look(_: int) -> None:
+    rig = build(make)
+    after = rig.after
+
+    def look(index: int) -> None:
         # The record of a run copies its state, and that is no part of the steps.
         nonlocal most
-        most = torch.cuda.max_memory_reserved(DEVICE) - start
+        after(index)
+        most = torch.cuda.max_memory_reserved(DEVICE)
 
-    rig = replace(build(make), after=look)
+    rig.after = look
     step = managed(rig, backend=BACKEND, **options) if options else oracle(rig)
-    record = drive(rig, step)
-    # On the device, the copies would count as memory of the next run's eager steps.
-    return most, Record(*tree_map_only(Tensor, Tensor.cpu, (record.outputs, record.state))), step
+    return most, on_host(drive(rig, step)), step
+
+
+def on_host(record: Record) -> Record:
+    """Copies on the device would count as memory of the next run's eager steps."""
+    return Record(*tree_map_only(Tensor, Tensor.cpu, (record.outputs, record.state)))
 
 
 @needs_cuda
@@ -312,6 +320,7 @@ def test_steps_that_were_timed_leave_no_second_set_of_memory(make: Callable[[], 
 @needs_cuda
 def test_without_memory_for_copies_nothing_is_moved() -> None:
     """The gaps between gradients stay then, and the step goes on."""
+    memory()
     one = torch.arange(16 * MIB, dtype=torch.float32, device=DEVICE)
     address, total = one.data_ptr(), torch.cuda.get_device_properties(DEVICE).total_memory
     freed: list[None] = []
@@ -416,7 +425,7 @@ def test_what_a_check_leaves_where_nobody_looks_is_not_overwritten(where: str) -
     rig.after = compare
     memory()
     torch.cuda.reset_peak_memory_stats(DEVICE)
-    assert_same_runs(expected, drive(rig, step))
+    assert_same_runs(expected, on_host(drive(rig, step)))
     (backend,) = step.machine.runner._backends._known.values()
     assert (step.stats.captured, backend._lends) == ((1, True) if where == "a cache" else (2, False))
     checked = {id(kept): (kept, copy) for kept, copy in pairs}
