@@ -148,8 +148,16 @@ def find_source(innermost: FrameType | None = None) -> Source:
     """Return the innermost line outside torch, Lightning and this package, from ``innermost`` or the caller outwards;
     else the innermost line of Lightning or torchmetrics; else the line of the step's caller.
     """
-    frame = innermost = innermost or sys._getframe(1)
+    return _search(innermost or sys._getframe(1), None)[0]
+
+
+def _search(innermost: FrameType, known: FrameType | None) -> tuple[Source, FrameType | None]:
+    """See :func:`find_source`. Also return the outermost user frame seen that is no ``step``. The search for the
+    component ends at the frame ``known`` to lie outside any optimizer's ``step``.
+    """
+    frame = innermost
     found: FrameType | None = None
+    outermost: FrameType | None = None
     familiar: FrameType | None = None
     component: _Component | None = None
     around: FrameType | None = innermost
@@ -159,27 +167,73 @@ def find_source(innermost: FrameType | None = None) -> Source:
         if place.is_dull:
             continue
         if not place.is_library:
-            found = found or frame
+            found, outermost = found or frame, outermost if place.is_step else frame
         if found is None and familiar is None and place.is_familiar:
             familiar = frame
-        if component is None and place.is_step:
-            component = _component(frame, innermost)
+        if component is None and (place.is_step or frame is known):
+            component = _STEP if frame is known else _component(frame, innermost)
         if place.runs_step:
             component = component or _STEP
             if found is None:
                 found, familiar = familiar, None
         if found is not None and component is not None:
             break
-    return _source(found or frame, component or _STEP, familiar if found is not None else None)
+    return _source(found or frame, component or _STEP, familiar if found is not None else None), outermost
 
 
+_ENGINE = "torch.autograd.graph"
+"""The module in which Python waits for the autograd engine."""
 _Component = tuple[str, str, bool]
 _STEP: _Component = ("step", "", False)
 
 
+class Sources:
+    """The sources of one thread's operators. A search is made only if the calling instruction has changed: one
+    instruction runs all operators of a backward pass or of a composite function. A frame is kept until the next search.
+    """
+
+    def __init__(self) -> None:
+        self._latest: tuple[FrameType | None, int, Source | None] = (None, 0, None)
+        """The latest caller, its instruction, and the source found from there."""
+        self._known: FrameType | None = None
+        """A user frame that leads only to operators outside optimizers."""
+
+    def find(self, caller: FrameType) -> Source:
+        """Return the source of the operator that the frame ``caller`` calls."""
+        frame, at, source = self._latest
+        if source is None or frame is not caller or at != caller.f_lasti:
+            source, outermost = _search(caller, self._known)
+            is_in_backward = torch._C._current_graph_task_id() >= 0
+            if outermost is not self._known:
+                is_lasting = outermost is not None and not (is_in_backward or _is_paused(outermost))
+                self._known = outermost if is_lasting and find_source(outermost).component == "step" else None
+            # Do not keep a frame that the autograd engine calls: it holds gradients, and autograd copies held ones.
+            is_held = not (_is_paused(caller) or (is_in_backward and _is_called_back(caller)))
+            self._latest = caller if is_held else None, caller.f_lasti, source
+        return source
+
+    def forget(self) -> None:
+        """Release all frames."""
+        self._latest, self._known = (None, 0, None), None
+
+
+def _is_paused(frame: FrameType) -> bool:
+    """Return True if another caller may resume the frame (a generator or coroutine)."""
+    return bool(frame.f_code.co_flags & PAUSED)
+
+
+def _is_called_back(frame: FrameType) -> bool:
+    """Return True if the autograd engine called the frame, directly or not."""
+    return any(around.f_globals.get("__name__") == _ENGINE for around, _ in walk_stack(frame.f_back))
+
+
 def _source(frame: FrameType, component: _Component, by: FrameType | None = None) -> Source:
+    led_to = _source(by, component) if by is not None else None
+    return _source_at(_place_of(frame.f_code), frame, component, led_to)
+
+
+def _source_at(place: _Place, frame: FrameType, component: _Component, led_to: Source | None = None) -> Source:
     """Return one shared :class:`Source` for each place: most operators of a trace share theirs."""
-    place, led_to = _place_of(frame.f_code), _source(by, component) if by is not None else None
     key = (frame.f_lasti, component, led_to)
     source = place.sources.get(key)
     if source is None:

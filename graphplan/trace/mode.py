@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphplan.errors import CaptureError, RefusalError
 from graphplan.observe.conversions import given_to_script
-from graphplan.observe.source import CHECKPOINT, Source, find_source, is_run_by
+from graphplan.observe.source import CHECKPOINT, Source, Sources, find_source, is_run_by
 from graphplan.observe.watching import Unwatched
 from graphplan.tensors.deferred import REPLACED_READ
 from graphplan.tensors.storages import storage_id
@@ -27,6 +29,7 @@ from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import Operator, Trace, TracedExternal
 from graphplan.trace.rng import TracedGenerators
 
+_DISPATCH = OperatorMode.__torch_dispatch__.__code__
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 
 
@@ -61,9 +64,14 @@ class TraceMode(OperatorMode):
         self._rates = rates
         self._source: Source | None = None
         """Source of the current operator, if it was looked up."""
+        self._sources = Sources()
         self._thread = get_ident()
         for generator in before.generators if before is not None else ():
             self._watch_generator(generator)
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._sources.forget()
 
     def operate(self, unwatched: Unwatched, call: OperatorCall) -> Any:
         """Run an operator and record it."""
@@ -72,7 +80,7 @@ class TraceMode(OperatorMode):
         constant = self._lift(call.args[0]) if name in LIFTS else None
         tensors, scalars = call.tensors_and_others()
         operands, offsets = self._take_operands(tensors, name)
-        source = self._source or find_source()
+        source = self._source or self._find()
         # A constant to which constants are added stays one: the step counter of an optimizer that the step makes.
         stay_fixed = schema.is_certain and fixed.issuperset(operands)
         written = call.written() if schema.may_write else ()
@@ -159,6 +167,14 @@ class TraceMode(OperatorMode):
         if self._host is not None:
             record.host_program = self._host.program()
 
+    def _find(self) -> Source:
+        frame: FrameType | None = sys._getframe(3)
+        # Skip this mode's own frames.
+        while frame is not None and frame.f_code is not _DISPATCH:
+            frame = frame.f_back
+        caller = None if frame is None else frame.f_back
+        return find_source() if caller is None or get_ident() != self._thread else self._sources.find(caller)
+
     def _take_operands(self, tensors: list[Tensor], name: str) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
         """Return the operands, and the offsets of external ones: earlier operators determine the internal offsets."""
         operands, offsets = [], []
@@ -173,7 +189,7 @@ class TraceMode(OperatorMode):
 
     def _meet(self, tensor: Tensor, storage: int | None, name: str) -> Operand:
         """Return the operand of a storage that the trace meets for the first time."""
-        source = self._source = self._source or find_source()
+        source = self._source = self._source or self._find()
         record, known = self.record, self.operands.by_storage
         if storage is None:
             record.violate(

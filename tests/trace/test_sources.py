@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphplan import graph_step
 from graphplan.errors import LearningRateError
-from graphplan.observe.source import Source, find_source, runs_step
+from graphplan.observe.source import Source, Sources, find_source, runs_step
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.rate_reads import RateWatch
@@ -25,11 +25,15 @@ Ask = Callable[[], None]
 
 
 class _Asked:
+    """Asks both ways."""
+
     def __init__(self) -> None:
-        self.found: list[Source] = []
+        self.sources = Sources()
+        self.pairs: list[tuple[Source, Source]] = []
 
     def __call__(self) -> None:
-        self.found.append(find_source(sys._getframe(1)))
+        caller = sys._getframe(1)
+        self.pairs.append((self.sources.find(caller), find_source(caller)))
 
 
 class Descends(torch.optim.Optimizer):
@@ -64,7 +68,7 @@ class Layer(nn.Module):
         return x
 
 
-def test_each_is_the_steps_or_the_optimizers() -> None:
+def test_each_is_named_as_if_it_were_alone() -> None:
     asked = _Asked()
     model = nn.Sequential(Layer(asked), nn.Sequential(Layer(asked), Layer(asked)))
     optimizer = Descends([nn.Parameter(torch.ones(2))], asked)
@@ -83,9 +87,10 @@ def test_each_is_the_steps_or_the_optimizers() -> None:
         optimizer.step(lambda: model(torch.ones(2)))
 
     run()
-    assert len(asked.found) == 8 + 4 + 8 + 3 + 4 + 6
-    assert [each.component for each in asked.found][8:12] == [*["optimizer"] * 3, "step"]
-    assert {each.optimizer for each in asked.found} == {"", "Descends"}
+    assert len(asked.pairs) == 8 + 4 + 8 + 3 + 4 + 6
+    assert all(found == expected for found, expected in asked.pairs)
+    assert [expected.component for _, expected in asked.pairs][8:12] == [*["optimizer"] * 3, "step"]
+    assert {expected.optimizer for _, expected in asked.pairs} == {"", "Descends"}
 
 
 @pytest.mark.parametrize("fails", [False, True])
