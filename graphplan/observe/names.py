@@ -6,13 +6,12 @@ import dis
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dis import Instruction
 from operator import or_
 from types import CodeType
 from typing import Any, NamedTuple
 
 from graphplan.environment.origin import is_library
-from graphplan.observe.bytecode import end_of_call, loaded_path, loads_callee, plain_instructions
+from graphplan.observe.bytecode import Instruction, end_of_call, loaded_path, loads_callee, plain_instructions
 
 _DUPLICATES = ("COPY", "DUP_TOP")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP")

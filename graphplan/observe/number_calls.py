@@ -6,7 +6,6 @@ Code that uses the names otherwise is noticed when it starts to run, before it d
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch.nn.utils import clip_grad
 
-from graphplan.observe.bytecode import loads_callee
+from graphplan.observe.bytecode import instructions_of, loads_callee
 
 Convert = Callable[[type, Any], Any]
 _CLASSES: tuple[type, ...] = (float, int)
@@ -77,7 +76,7 @@ def _only_calls(code: CodeType, name: str) -> bool:
     not mark loads of callables: then return False.
     """
     called = ""
-    for step in dis.get_instructions(code):
+    for step in instructions_of(code):
         is_global = step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
         is_callee = loads_callee(step)
         if is_global and step.argval == name and not is_callee and called != "isinstance":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Iterable, Sequence
-from dis import Instruction
 from functools import lru_cache
 from inspect import getattr_static
 from itertools import pairwise
@@ -13,7 +11,7 @@ from typing import Any, NamedTuple
 
 from graphplan.environment.origin import is_users_file
 from graphplan.feed.placeholders import is_stand_in
-from graphplan.observe.bytecode import end_of_call, loaded_path, plain_instructions
+from graphplan.observe.bytecode import Instruction, end_of_call, instructions_of, loaded_path, plain_instructions
 
 _RAISE = "RAISE_VARARGS"
 
@@ -100,7 +98,7 @@ def calls_type(code: CodeType) -> bool:
 @lru_cache(4096)
 def handles_errors(code: CodeType) -> bool:
     """Return True if ``code`` may catch an exception that it, or a function that it calls, has raised."""
-    names = [step.opname for step in dis.get_instructions(code)]
+    names = [step.opname for step in instructions_of(code)]
     handlers = (pair for pair in pairwise(names) if pair[0] == "PUSH_EXC_INFO" and pair[1] != "WITH_EXCEPT_START")
     return "SETUP_FINALLY" in names or "suppress" in code.co_names or any(handlers)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphplan.observe.bytecode import loads_callee, plain_instructions
+from graphplan.observe.bytecode import instructions_of, loads_callee, plain_instructions
 
 _PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "PUSH_NULL", "NOT_TAKEN")
 _LARGE = "\n".join(["def f(x):", "    while x:", *(f"        x.name_{n} += {n}.5" for n in range(300)), "    return x"])
@@ -79,7 +79,9 @@ def test_large_arguments_are_put_together() -> None:
 
 def test_what_is_loaded_to_be_called_is_told() -> None:
     for code in _codes(compile(_source(inspect), "inspect.py", "exec")):
-        for step in dis.get_instructions(code):
+        of_dis = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+        for own, other in zip(instructions_of(code), of_dis, strict=True):
+            assert own.arg == other.arg
             # As ``dis`` writes it: "NULL + name", since Python 3.12 also of attributes.
-            marked = step.opname in ("LOAD_GLOBAL", "LOAD_ATTR") and "NULL" in step.argrepr
-            assert loads_callee(step) == marked
+            marked = own.opname in ("LOAD_GLOBAL", "LOAD_ATTR") and "NULL" in other.argrepr
+            assert loads_callee(own) == marked
