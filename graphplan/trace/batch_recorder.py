@@ -112,6 +112,8 @@ class BatchRecorder(CallRecorder):
         self._operators = 0
         self._places: list[_Leaf] = []
         self._sources: dict[int, BatchSource] = {}
+        self._met: dict[int | None, Sequence[Slot]] = {}
+        """Owners' storages that the current operator is the first to use, with their slots."""
         self._owned: set[int | None] = set()
         """Owners' storages on which reads may depend."""
         self._ambiguous: set[int | None] = set()
@@ -132,10 +134,9 @@ class BatchRecorder(CallRecorder):
             if slots:
                 self._ambiguous.add(storage)
         elif slots:
+            # Wait for the operator: if it writes the tensor, as the optimizer does with most, slots need no look-up.
+            self._met[storage] = slots
             self._outside.add(storage)
-            self._begin_at(
-                storage, ((leaf, Owned(slot, at)) for slot in slots for at, leaf in enumerate(slot.tensors()))
-            )
         elif (cached := self.earlier.cached.get(id(tensor))) is not None:
             self._begin_at(storage, [(tensor, cached)])
         elif tensor.numel() <= _LARGEST and not tensor.requires_grad:
@@ -151,9 +152,24 @@ class BatchRecorder(CallRecorder):
                 self._sources.setdefault(self._begin_with(held), source)
                 return
 
+    def has(self, tensor: Tensor) -> bool:
+        """See :class:`CallRecorder`."""
+        if self._met:
+            self._begin_with_met()
+        return super().has(tensor)
+
+    def _begin_with_met(self) -> None:
+        """Look up the tensors met. Before the next operator, the step may put others in their slots."""
+        met, self._met = self._met, {}
+        for storage, slots in met.items():
+            owned = ((leaf, Owned(slot, at)) for slot in slots for at, leaf in enumerate(slot.tensors()))
+            self._begin_at(storage, owned)
+
     def _let_go(self, written: Collection[int | None]) -> None:
         super()._let_go(written)
         self._of_unowned.difference_update(written)
+        for storage in written:
+            self._met.pop(storage, None)
 
     def reads(self) -> BatchReads | None:
         """Return the reads of the trace, with the operators that lead to them; None if there are none."""
@@ -214,9 +230,13 @@ class BatchRecorder(CallRecorder):
         """See :class:`CallRecorder`; :meth:`read` records reads."""
         self._operators += 1
         if self._is_beyond(call, given):
+            if self._met:
+                self._begin_with_met()
             return
         before, needs_unowned = len(self._calls), self._needs_unowned(given)
         super().note(call, made, given)
+        if self._met:
+            self._begin_with_met()
         if len(self._calls) > before:
             return
         if needs_unowned and self._may_repeat(call, made):
@@ -230,8 +250,12 @@ class BatchRecorder(CallRecorder):
         schema = call.schema
         if schema.may_write or schema.is_random or schema.name in LIKE_OPERATORS:
             return False
-        known, unowned = self._known, self._of_unowned
-        return any((storage := storage_id(tensor)) not in known and storage not in unowned for tensor in given)
+        known, met, unowned = self._known, self._met, self._of_unowned
+        for tensor in given:
+            storage = storage_id(tensor)
+            if not (storage in known or storage in met or storage in unowned):
+                return True
+        return False
 
     def _needs_unowned(self, given: Sequence[Tensor]) -> bool:
         """Return True if some of ``given`` come from tensors without an owner, and all others are known."""
