@@ -210,6 +210,7 @@ class Conditions:
         counted = {(id(optimizer.param_groups[index]), key) for optimizer, index, key in rates.counted}
         self._sharding, walk = reshard_and_walk(handles.owners())
         self._fingerprint = Fingerprint(walk, rates.on_device | counted)
+        self._checks: Any = None
 
     def read(self) -> tuple[Any, ...]:
         """Reshard, and return the present modes, layout and values, without references to objects."""
@@ -218,8 +219,12 @@ class Conditions:
 
     def change(self, before: tuple[Any, ...]) -> str | None:
         """Describe what differs from ``before``, the result of :meth:`read` under other conditions; None if nothing."""
+        if self._checks is not None and self._checks.hold() and self._fingerprint.matches_groups():
+            return None
         now = self.read()
         if now == before and self._fingerprint.matches_groups():
+            modes, rows = self._modes.rows(), self._fingerprint.rows(())
+            self._checks = None if modes is None or rows is None else Checks([*modes, *rows])
             return None
         modes, layout, values = before
         changed = [*_differences(list(NAMES), modes, now[0]), *self._fingerprint.changed(layout, values, now[2])]
