@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isnan
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -88,7 +87,7 @@ class Operands:
     def fix(self, tensor: Tensor) -> None:
         """Note that the contents of ``tensor`` are known from here on, if the step made its memory for it alone."""
         operand = self.internal(tensor)
-        if operand != NOWHERE and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        if operand != NOWHERE and _fills(tensor):
             self.fixed.add(operand)
 
     def note_draw(self, name: str, out: Tensor) -> None:
@@ -115,7 +114,7 @@ class Operands:
             return False
         tensor, bound = call.args
         # A view may interpret the same memory differently.
-        if tensor.dtype is not dtype or tensor.is_neg() or not isinstance(bound, int | float) or isnan(bound):
+        if tensor.dtype is not dtype or tensor.is_neg() or not isinstance(bound, int | float):
             return False
         below = min(1.0, max(0.0, bound))
         self.chances[self.internal(made[0])] = below if call.schema.name == _SPLITTING[0] else 1 - below
@@ -124,4 +123,5 @@ class Operands:
 
 def _fills(tensor: Tensor) -> bool:
     """Return True if no element of the tensor's memory lies outside it."""
-    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+    # An expanded tensor has as many elements as memory that it does not reach.
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()

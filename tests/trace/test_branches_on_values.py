@@ -331,6 +331,30 @@ def test_a_mask_that_leaves_rows_out_in_a_trace_is_refused(first: int, backend: 
     assert_refused(on_device(masked(odd=[first])), HostSyncError, refusal, done=first, backend=backend)
 
 
+def of_a_part(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Branches on elements that the mask does not reach, in memory of the mask's size."""
+    valid = model(x)[0, :4] + y[:4] * 100 < 50
+    kept = x[:4][valid[:1].expand(4)]
+    return kept.sum() * (2.0 if valid[1:].all() else 3.0)
+
+
+@pytest.mark.parametrize("odd", [(), (10,)], ids=str)
+def test_a_mask_that_selects_all_by_one_element(odd: tuple[int, ...], backend: str) -> None:
+    """Only that element is known then."""
+
+    def make() -> Rig:
+        model = Model().eval()
+        batches = [(torch.randn(12, 8), torch.zeros(12)) for _ in range(CALLS)]
+        for number in odd:
+            batches[number][1][2] = 1
+        return Rig(lambda x, y: of_a_part(model, None, x, y), {"model": model}, batches)
+
+    step = both(make, backend, verify="off")
+    assert step.stats.captured == 1
+    assert step.stats.skipped == ({SkipReason.HOST_SYNC: len(odd)} if odd else {})
+    assert len(step.plan.branches) == 2
+
+
 def test_a_mask_without_elements_is_refused() -> None:
     """It selects all, and nothing."""
 
