@@ -146,9 +146,9 @@ def assert_like_eager(
     stats = step.stats
     calls = len(rig.calls)
     if captured is not None:
-        assert stats.captured == captured
+        assert stats.captured == captured, str(step.report())
         expected_replays = calls - before_replays(captured, further) if replayed is None else replayed
-        assert stats.replayed == expected_replays + saved_traces(stats)
+        assert stats.replayed == expected_replays + saved_traces(stats), str(step.report())
     assert stats.eager + stats.traced + stats.captured + stats.replayed == calls
     return step, rig
 

@@ -58,9 +58,14 @@ class PoolAllocation:
                     _renew(storage)
 
     def move_out_all(self) -> None:
-        """Move out every tensor that the garbage collector tracks. This is slow: it visits every tracked object."""
-        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-        self.move_out(filter(has_memory, tensors))
+        """Move out every tensor that the garbage collector tracks, and their gradients, which Python may never have
+        seen. This is slow: it visits every tracked object.
+        """
+        found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+        tensors = list(filter(has_memory, found))
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+        self.move_out(tensors + grads)
 
     def is_over(self) -> bool:
         """Return True if no borrowed memory is in use any more."""
