@@ -228,11 +228,15 @@ class ExecutedCode:
         held = list(self._held()) if codes else []
         # Functions of one code may have equal numbers, which change independently: these do not tell them apart.
         unheld = [c for c in codes if self._ways[c] != self._free[c] or not self._are_explained(c, held)]
+        # What a search did not find is made anew in each call, and is gone after it: do not search again.
+        searched = [code for code in unheld if names.functions.get(code) != []]
         found = [function for function in held if function.__code__ in codes and function.__code__ not in unheld]
-        found += [thing for thing in (gc.get_referrers(*unheld) if unheld else ()) if isinstance(thing, FunctionType)]
+        referrers = gc.get_referrers(*searched) if searched else ()
+        found += [thing for thing in referrers if isinstance(thing, FunctionType)]
         alike: dict[CodeType, list[FunctionType]] = {}
         for function in filter(self._matches, found):
             alike.setdefault(function.__code__, []).append(function)
+        names.functions.update((code, []) for code in searched if code not in alike)
         for code, functions in alike.items():
             met = list(map(has_met, functions))
             if all(met):

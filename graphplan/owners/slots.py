@@ -221,8 +221,11 @@ class Namespace:
         self.computes = False
         self.leaves: set[str] = set()
         self.iterated: set[str] = set()
-        self.functions: dict[CodeType, list[weakref.ref[FunctionType]]] = {}
-        """Functions with closures that were found although no name leads to them, by code object."""
+        self.functions: weakref.WeakKeyDictionary[CodeType, list[weakref.ref[FunctionType]]]
+        self.functions = weakref.WeakKeyDictionary()
+        """Functions with closures that were found although no name leads to them, by code object; none if a search
+        found none.
+        """
         self._known: set[tuple[int, Any]] = set()
 
     def add(self, label: str, space: Any, key: Any) -> bool:
@@ -240,7 +243,7 @@ class Namespace:
     def plain(self) -> Namespace:
         """Return the names that hold a number, a string or None: keeping these keeps no object alive."""
         plain = copy(self)
-        plain.entries, plain.functions, plain._known = {}, {}, set()
+        plain.entries, plain.functions, plain._known = {}, weakref.WeakKeyDictionary(), set()
         for label, space, key, value in self.there():
             if isinstance(value, SCALARS):
                 plain.add(label, space, key)

@@ -135,6 +135,23 @@ def test_functions_that_were_found_are_not_looked_for_again(monkeypatch: pytest.
     assert len(looked) == 2
 
 
+def test_functions_that_each_call_makes_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are gone after their call, so that no search finds them."""
+    looked: list[int] = []
+    monkeypatch.setattr(spaces, "gc", SimpleNamespace(get_referrers=lambda *codes: searched(looked, *codes)))
+
+    def step(box: Box, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        weight = torch.ones(len(x))
+
+        def mean() -> Tensor:
+            return (F.cross_entropy(model(x), y, reduction="none") * weight).mean()
+
+        return mean()
+
+    assert_equals_eager(partial(rig_of, step, Box(None), lambda index: None))
+    assert looked == [1]
+
+
 def searched(looked: list[int], *codes: Any) -> list[Any]:
     """What refers to ``codes``, and a note that it was looked for."""
     looked.append(len(codes))
