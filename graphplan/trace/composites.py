@@ -33,8 +33,8 @@ from graphplan.trace.operator_schemas import OperatorCall, schema_of
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _BINCOUNT: Any = torch.ops.aten.bincount.default
 _FIND: Any = torch.ops.aten.nonzero_numpy.default
-_VIEWS = torch._C.DispatchKey.ADInplaceOrView
-_AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+_VIEWS: Any = torch._C.DispatchKey.ADInplaceOrView
+_AUTOCAST: dict[str, Any] = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
 
 class OperatorMode(TorchDispatchMode):
@@ -85,7 +85,7 @@ class OperatorMode(TorchDispatchMode):
             if schema.is_ignored or is_imagined():
                 return unwatched.run(func, args, call.kwargs)
             if schema.is_composite and _comes_whole(call):
-                with self, _as_outside(func, self._casts):
+                with self, self._within(func):
                     return unwatched.run(func._op_dk, (_COMPOSITE, *args), call.kwargs)
             if func is _BINCOUNT and _has_bound(call):
                 with self:
@@ -110,11 +110,26 @@ class OperatorMode(TorchDispatchMode):
         """Return True if the operator runs others for which autocast casts: it must be on, as outside the mode."""
         return call.schema.casts_within and any(self._casts.values())
 
+    @contextmanager
+    def _within(self, func: Any) -> Iterator[None]:
+        """Run the parts of ``func`` as outside the mode. Autocast casts for an operator or for its parts, not both."""
+        outside = self._casts
+        self._casts = {device: on and not _has_kernel(func, _AUTOCAST[device].name) for device, on in outside.items()}
+        try:
+            with _as_outside(func, self._casts):
+                yield
+        finally:
+            self._casts = outside
+
     def _dispatch(self, unwatched: Unwatched, call: OperatorCall) -> Any:
         answer = None if self._answers is None else self._answers.take(call)
         if answer is None or not self.takes(answer, call):
             return self.operate(unwatched, call)
         return self.operate(unwatched, answer.call) if answer.call is not None else answer.value
+
+
+def _has_kernel(func: Any, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 def _has_bound(call: OperatorCall) -> bool:
@@ -168,7 +183,7 @@ def _as_outside(func: Any, casts: dict[str, bool]) -> Iterator[None]:
     """Run parts of ``func`` with autocast and view tracking as outside the mode: these decide how ``matmul`` folds."""
     keys = [key for device, key in _AUTOCAST.items() if casts.get(device)]
     # If torch marks the result of the whole operator as a view, it does not mark those of its parts.
-    keys += [] if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView") else [_VIEWS]
+    keys += [] if _has_kernel(func, _VIEWS.name) else [_VIEWS]
     off = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     for key in off:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)

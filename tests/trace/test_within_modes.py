@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from graphplan import graphed
 from graphplan.trace.derivatives import own_derivatives
 from tests.twins import BEFORE_REPLAY, Rig, assert_same_as_eager, saved_traces
 
@@ -64,6 +67,31 @@ def test_replays_have_the_bits_of_eager_steps(body: Any) -> None:
     """In all checks, and in the traced step itself."""
     step = assert_same_as_eager(lambda: rig_of(body), on_failure="raise")
     assert step.stats.replayed == CALLS - BEFORE_REPLAY + saved_traces(step.stats)
+
+
+ATTENTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked": lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(5, 5, device=x.device).tril() > 0),
+    "causal": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "products": lambda x: torch.einsum("bhqd,bhkd->bhqk", x, x).softmax(-1) @ x,
+    "chained": lambda x: torch.linalg.multi_dot([x[0, 0], x[0, 1].mT, x[0, 0]]),
+    "a loss": lambda x: F.cross_entropy(x[0, 0] @ x[0, 1].mT, torch.arange(5, device=x.device)),
+}
+
+
+@pytest.mark.parametrize("call", ATTENTIONS.values(), ids=ATTENTIONS)
+@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+def test_autocast_casts_for_an_operator_or_for_its_parts(
+    call: Callable[[Tensor], Tensor], kernel: SDPBackend, device: torch.device, backend: str
+) -> None:
+    """In inference mode, a trace sees operators whole and runs their parts: autocast is on there, unless it has cast
+    the operator's own arguments.
+    """
+    x = torch.randn(2, 2, 5, 8, device=device)
+    with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16), sdpa_kernel([kernel, SDPBackend.MATH]):
+        step = graphed(call, backend=backend, min_speedup=0, verify=1)
+        for _ in range(8):
+            assert torch.equal(step(x), call(x))
+    assert step.stats.replayed == step.stats.verified > 0
 
 
 def test_other_forms_stay_torchs() -> None:
