@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -16,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 
 from graphplan import GraphPlanCallback
-from recipes.zoo.training import Prepared, Run, State, answering_captured, fit, floor, infer, loop, recording_warnings
+from recipes.zoo.training import Prepared, Run, State, fit, floor, infer, loop, recording_warnings
 
 Row = dict[str, Any]
 Oracle = tuple[str, Callable[[], State]]
@@ -66,23 +67,25 @@ def compare(found: State, oracles: Sequence[Oracle]) -> Row:
 
 
 def oracles_of(
-    run: Run, eager: State, train: Callable[[Run, bool], State], *, with_optimizer: bool = True
+    run: Run, eager: State, train: Callable[[Run, Prepared], State], *, first: int = 0, with_optimizer: bool = True
 ) -> list[Oracle]:
-    """Return eager runs: prepared and under :func:`answering_captured`, as it is, prepared only, and on CUDA the first
-    again, for the spread. Without ``with_optimizer``, skip the first: its optimizer may refuse to run in a capture.
+    """Return eager runs: as graphplan's own eager steps from step ``first`` on (see :class:`Prepared`), as it is, with
+    prepared optimizers alone, and on CUDA the first again, for the spread. Without ``with_optimizer``, skip the first:
+    its optimizer may refuse to run in a capture.
     """
     untimed = replace(run, warm=run.warm + run.steps, steps=0)
 
-    def captured() -> State:
-        with answering_captured():
-            return train(untimed, True)
+    def prepared(*, captured: bool) -> State:
+        return train(untimed, Prepared(first, captured=captured))
 
-    def prepared() -> State:
-        return train(untimed, True)
-
-    whole, other = [("prepared", captured)], ("prepared, not captured", prepared)
-    again = ("prepared, again", captured if with_optimizer else prepared)
+    whole = [("prepared", partial(prepared, captured=True))]
+    other = ("prepared, not captured", partial(prepared, captured=False))
+    again = ("prepared, again", partial(prepared, captured=with_optimizer))
     return [*whole[:with_optimizer], ("as it is", lambda: eager), other, *[again][: run.gpu]]
+
+
+def _as_managed(row: Row) -> dict[str, Any]:
+    return {"first": row["prepared_from"], "with_optimizer": row["form"] == "whole"}
 
 
 def brief(run: Run) -> Run:
@@ -96,9 +99,9 @@ def in_trainer(run: Run, row: Row) -> None:
     row |= {"eager_us": eager["us"], "eager_us_mean": eager["us_mean"]}
     facts, found = fit(run, GraphPlanCallback(on_failure="eager"))
     row |= facts
-    train = lambda untimed, prepared: fit(untimed, *[Prepared()][:prepared])[1]  # noqa: E731
+    train = lambda untimed, prepared: fit(untimed, prepared)[1]  # noqa: E731
     if run.equality:
-        row |= compare(found, oracles_of(run, state, train, with_optimizer=row.get("form") == "whole"))
+        row |= compare(found, oracles_of(run, state, train, **_as_managed(row)))
 
 
 class Calls(pl.Callback):
@@ -162,7 +165,7 @@ def in_loop(run: Run, row: Row) -> None:
     row |= facts
     train = lambda untimed, prepared: loop(untimed, manage=False, prepared=prepared)[1]  # noqa: E731
     if run.equality:
-        row |= compare(found, oracles_of(run, state, train, with_optimizer=row.get("form") == "whole"))
+        row |= compare(found, oracles_of(run, state, train, **_as_managed(row)))
 
 
 def in_service(run: Run, row: Row) -> None:

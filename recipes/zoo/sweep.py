@@ -31,7 +31,7 @@ from recipes.progress import bar
 from recipes.zoo.clock import Turns
 from recipes.zoo.measuring import compare, oracles_of
 from recipes.zoo.registry import Case, Entry, Scale
-from recipes.zoo.training import Prepared, Run, fit
+from recipes.zoo.training import Run, fit
 
 STEPS, ROWS, LENGTH, CLASSES = 30, 4, 16, 3
 LONGEST = 90
@@ -159,7 +159,7 @@ def outcome(name: str) -> dict[str, Any]:
     stats = callback.stats
     if not stats.replayed:
         return {"name": name, "is": "refused", "why": max(stats.reasons, key=stats.reasons.__getitem__, default="")}
-    train = lambda untimed, prepared: fit(untimed, *[Prepared()][:prepared])[1]  # noqa: E731
+    train = lambda untimed, prepared: fit(untimed, prepared)[1]  # noqa: E731
     row = compare(found, oracles_of(run, eager, train))
     return {"name": name, "is": row["equal"], "replayed": stats.replayed, "calls": stats.calls}
 

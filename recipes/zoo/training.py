@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -25,6 +25,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from graphplan import GraphPlanCallback, graph_step, graphed, prepare_optimizer
 from graphplan.optimizers.preparation import device_of
 from graphplan.optimizers.rates import device_rate_dtype
+from graphplan.step.options import Options
 from recipes.benchmarks.workloads import cosine
 from recipes.zoo.batches import COUNT
 from recipes.zoo.clock import Feed, Turns
@@ -136,12 +137,38 @@ def prepare(optimizer: Optimizer) -> None:
 
 
 class Prepared(pl.Callback):
-    """Trains with optimizers prepared as by graphplan, for eager runs to compare with."""
+    """Trains as graphplan's eager steps do, for runs to compare with: from step ``first`` on with prepared optimizers,
+    and if ``captured`` under :func:`answering_captured`.
+    """
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Prepare the optimizers permanently."""
-        for optimizer in trainer.optimizers:
-            prepare(optimizer)
+    def __init__(self, first: int = 0, *, captured: bool = False) -> None:
+        self._first, self._captured, self._answers = first, captured, ExitStack()
+
+    def before_step(self, index: int, optimizers: Sequence[Optimizer]) -> None:
+        """Prepare the optimizers permanently before step number ``first``."""
+        if index == self._first:
+            for optimizer in optimizers:
+                prepare(optimizer)
+            if self._captured:
+                self._answers.enter_context(answering_captured())
+
+    def close(self) -> None:
+        """End the answers."""
+        self._answers.close()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """See :meth:`before_step`."""
+        self.before_step(batch_idx, trainer.optimizers)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See :meth:`close`."""
+        self.close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """See :meth:`close`."""
+        self.close()
 
 
 def state_of(model: nn.Module, metrics: Mapping[str, Any]) -> State:
@@ -195,10 +222,17 @@ def outcome(stats: Any, report: str) -> dict[str, Any]:
     return {
         "counts": {kind: getattr(stats, kind) for kind in kinds},
         "form": form,
+        "prepared_from": prepared_from(stats),
         "skipped": {reason.name: count for reason, count in stats.skipped.items()},
         "reasons": [f"{count}x {text}"[:600] for text, count in reasons[:6]],
         "report": report[:6000],
     }
+
+
+def prepared_from(stats: Any) -> int:
+    """Return the number of steps that were timed before anything of graphplan's was installed."""
+    traced = next((first for kind, first, _ in stats.changes if kind == "traced"), 0)
+    return max(0, traced - Options.warmup_steps)
 
 
 def plain_step(autocast: Callable[[], Any], case: Case, optimizers: list[Optimizer]) -> Callable[[Any], Tensor]:
@@ -224,24 +258,25 @@ def plain_step(autocast: Callable[[], Any], case: Case, optimizers: list[Optimiz
     return step
 
 
-def loop(run: Run, *, manage: bool, prepared: bool = False) -> tuple[dict[str, Any], State]:
+def loop(run: Run, *, manage: bool, prepared: Prepared | None = None) -> tuple[dict[str, Any], State]:
     """Train in a plain loop, with ``graph_step`` if ``manage``; return the times and the final state."""
     case = run.make()
     model = case.model.to(run.device).train()
     optimizers = make_optimizers(case.parts, model)
-    for optimizer in optimizers if prepared else ():
-        prepare(optimizer)
     schedules = [LambdaLR(optimizer, cosine) for optimizer in optimizers]
     step: Any = plain_step(run.autocast, case, optimizers)
     if manage:
         owners = {"model": model, **{f"optimizer{index}": each for index, each in enumerate(optimizers)}}
         step = graph_step(step, owners=owners, on_failure="eager")
     feed = run.feed(case, (lambda: step.stats.replayed) if manage else None)
-    losses = []
-    for batch in feed:
-        losses.append(step(move_data_to_device(batch, run.device)))
-        for schedule in schedules:
-            schedule.step()
+    losses: list[Tensor] = []
+    with closing(prepared) if prepared is not None else nullcontext():
+        for batch in feed:
+            if prepared is not None:
+                prepared.before_step(len(losses), optimizers)
+            losses.append(step(move_data_to_device(batch, run.device)))
+            for schedule in schedules:
+                schedule.step()
     facts = feed.facts()
     if manage:
         facts |= outcome(step.stats, step.report())

@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graphplan import GraphPlanCallback
 from recipes.zoo import __main__ as command
 from recipes.zoo.batches import IGNORED, padding, sentences
 from recipes.zoo.clock import BLOCK, Feed, Turns
-from recipes.zoo.measuring import compare, distance, measure
+from recipes.zoo.measuring import compare, distance, measure, oracles_of
 from recipes.zoo.registry import ENTRIES, Case, Entry, Scale, entry, load_entries
 from recipes.zoo.table import cells, markdown, reason, summary
-from recipes.zoo.training import Run, answering_captured
+from recipes.zoo.training import Prepared, Run, answering_captured, fit
 
 CPU = Scale(gpu=False)
 
@@ -161,6 +162,24 @@ def test_a_row_is_written_after_each_stage(tmp_path: Path) -> None:
     assert row["fit"]["share"] == row["loop"]["share"] == row["service"]["share"] == 1
     assert "error" not in row
     assert "at" not in row
+
+
+def _mlp(scale: Scale) -> Case:
+    model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 8))
+    return Case(model, [torch.randn(4, 16) for _ in range(4)], lambda model, batch: model(batch).square().mean())
+
+
+def test_a_fit_whose_first_steps_are_timed_has_an_eager_run_of_equal_bits() -> None:
+    """The optimizer's stock kernels run in the steps that are timed, and the prepared ones after these."""
+    run = replace(_run(_mlp), warm=60, steps=0)
+    row, found = fit(run, GraphPlanCallback(min_speedup=1e-6))
+    assert row["counts"]["replayed"] > 0
+    assert row["prepared_from"] >= 5
+    (name, make), *_ = oracles_of(
+        run, {}, lambda untimed, prepared: fit(untimed, prepared)[1], first=row["prepared_from"]
+    )
+    assert compare(found, [(name, make)]) == {"equal": "bitwise", "oracle": "prepared"}
+    assert all(distance(found, fit(run, *others)[1])[0] > 0 for others in [(), (Prepared(),)])
 
 
 def test_turns_time_fits_and_count_their_calls(tmp_path: Path) -> None:
