@@ -67,16 +67,21 @@ def compare(found: State, oracles: Sequence[Oracle]) -> Row:
 
 
 def oracles_of(
-    run: Run, eager: State, train: Callable[[Run, Prepared], State], *, first: int = 0, with_optimizer: bool = True
+    run: Run,
+    eager: State,
+    train: Callable[[Run, Prepared], State],
+    *,
+    steps: Sequence[int] = range(sys.maxsize),
+    with_optimizer: bool = True,
 ) -> list[Oracle]:
-    """Return eager runs: as graphplan's own eager steps from step ``first`` on (see :class:`Prepared`), as it is, with
+    """Return eager runs: as graphplan's own eager steps in ``steps`` (see :class:`Prepared`), as it is, there with
     prepared optimizers alone, and on CUDA the first again, for the spread. Without ``with_optimizer``, skip the first:
     its optimizer may refuse to run in a capture.
     """
     untimed = replace(run, warm=run.warm + run.steps, steps=0)
 
     def prepared(*, captured: bool) -> State:
-        return train(untimed, Prepared(first, captured=captured))
+        return train(untimed, Prepared(steps, captured=captured))
 
     whole = [("prepared", partial(prepared, captured=True))]
     other = ("prepared, not captured", partial(prepared, captured=False))
@@ -85,7 +90,7 @@ def oracles_of(
 
 
 def _as_managed(row: Row) -> dict[str, Any]:
-    return {"first": row["prepared_from"], "with_optimizer": row["form"] == "whole"}
+    return {"steps": range(*row["managed_steps"]), "with_optimizer": row["form"] == "whole"}
 
 
 def brief(run: Run) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -22,8 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_flatten
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from graphplan import GraphPlanCallback, graph_step, graphed, prepare_optimizer
-from graphplan.optimizers.preparation import device_of
+from graphplan import GraphPlanCallback, graph_step, graphed
+from graphplan.optimizers.preparation import Preparation, device_of
 from graphplan.optimizers.rates import device_rate_dtype
 from graphplan.step.options import Options
 from recipes.benchmarks.workloads import cosine
@@ -116,9 +117,11 @@ def make_optimizers(parts: Parts, model: nn.Module, lr: Any = LR, **options: Any
     return [AdamW([p for p in part.parameters() if p.requires_grad], lr=lr, **options) for part in parts(model)]
 
 
-def prepare(optimizer: Optimizer) -> None:
-    """Make an optimizer step as under graphplan: with its flags, and with the learning rate in device memory."""
-    prepare_optimizer(optimizer)
+def prepare(optimizer: Optimizer) -> Callable[[], object]:
+    """Make an optimizer step as under graphplan: with its flags, and with the learning rate in device memory. Return
+    what undoes that.
+    """
+    preparation = Preparation(optimizer)
     numbers: list[float] = []
 
     def lend(*_: Any) -> None:
@@ -132,29 +135,34 @@ def prepare(optimizer: Optimizer) -> None:
         for group, number in zip(optimizer.param_groups, numbers, strict=True):
             group["lr"] = number
 
-    optimizer.register_step_pre_hook(lend)
-    optimizer.register_step_post_hook(take_back)
+    undo = ExitStack()
+    undo.callback(preparation.undo)
+    undo.callback(optimizer.register_step_pre_hook(lend).remove)
+    undo.callback(optimizer.register_step_post_hook(take_back).remove)
+    return undo.close
 
 
 class Prepared(pl.Callback):
-    """Trains as graphplan's eager steps do, for runs to compare with: from step ``first`` on with prepared optimizers,
-    and if ``captured`` under :func:`answering_captured`.
+    """Trains as graphplan's eager steps do, for runs to compare with: in ``steps`` with prepared optimizers, and if
+    ``captured`` under :func:`answering_captured`.
     """
 
-    def __init__(self, first: int = 0, *, captured: bool = False) -> None:
-        self._first, self._captured, self._answers = first, captured, ExitStack()
+    def __init__(self, steps: Sequence[int] = range(sys.maxsize), *, captured: bool = False) -> None:
+        self._steps, self._captured, self._undo = steps, captured, ExitStack()
 
     def before_step(self, index: int, optimizers: Sequence[Optimizer]) -> None:
-        """Prepare the optimizers permanently before step number ``first``."""
-        if index == self._first:
+        """Prepare the optimizers before the first of the steps, and undo that after the last one."""
+        if index == self._steps[0]:
             for optimizer in optimizers:
-                prepare(optimizer)
+                self._undo.callback(prepare(optimizer))
             if self._captured:
-                self._answers.enter_context(answering_captured())
+                self._undo.enter_context(answering_captured())
+        elif index > self._steps[-1]:
+            self.close()
 
     def close(self) -> None:
-        """End the answers."""
-        self._answers.close()
+        """Undo everything."""
+        self._undo.close()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -222,17 +230,22 @@ def outcome(stats: Any, report: str) -> dict[str, Any]:
     return {
         "counts": {kind: getattr(stats, kind) for kind in kinds},
         "form": form,
-        "prepared_from": prepared_from(stats),
+        "managed_steps": managed_steps(stats),
         "skipped": {reason.name: count for reason, count in stats.skipped.items()},
         "reasons": [f"{count}x {text}"[:600] for text, count in reasons[:6]],
         "report": report[:6000],
     }
 
 
-def prepared_from(stats: Any) -> int:
-    """Return the number of steps that were timed before anything of graphplan's was installed."""
-    traced = next((first for kind, first, _ in stats.changes if kind == "traced"), 0)
-    return max(0, traced - Options.warmup_steps)
+def managed_steps(stats: Any) -> tuple[int, int]:
+    """Return the first step that was prepared for graphplan, and the first one after these. Steps before are timed, and
+    an optimizer is given back in the second call after the trace that refused its step.
+    """
+    if stats.replayed:
+        traced = next((first for kind, first, _ in stats.changes if kind == "traced"), 0)
+        return max(0, traced - Options.warmup_steps), sys.maxsize
+    traced = stats.calls - sum(stats.skipped.values())
+    return max(0, traced - Options.warmup_steps), traced + 2
 
 
 def plain_step(autocast: Callable[[], Any], case: Case, optimizers: list[Optimizer]) -> Callable[[Any], Tensor]:

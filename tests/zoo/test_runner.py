@@ -169,15 +169,21 @@ def _mlp(scale: Scale) -> Case:
     return Case(model, [torch.randn(4, 16) for _ in range(4)], lambda model, batch: model(batch).square().mean())
 
 
-def test_a_fit_whose_first_steps_are_timed_has_an_eager_run_of_equal_bits() -> None:
-    """The optimizer's stock kernels run in the steps that are timed, and the prepared ones after these."""
-    run = replace(_run(_mlp), warm=60, steps=0)
-    row, found = fit(run, GraphPlanCallback(min_speedup=1e-6))
-    assert row["counts"]["replayed"] > 0
-    assert row["prepared_from"] >= 5
-    (name, make), *_ = oracles_of(
-        run, {}, lambda untimed, prepared: fit(untimed, prepared)[1], first=row["prepared_from"]
-    )
+def _reading(model: Any, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).square().mean()
+    return loss * len(torch.unique(loss.detach()))
+
+
+@pytest.mark.parametrize("loss", [None, _reading], ids=["replayed", "refused"])
+@pytest.mark.filterwarnings("ignore:graphplan runs this step eagerly")
+def test_a_fit_whose_first_steps_are_timed_has_an_eager_run_of_equal_bits(loss: Any) -> None:
+    """The optimizer's stock kernels run in the steps that are timed and after a refusal, the prepared ones between."""
+    run = replace(_run(lambda scale: replace(_mlp(scale), **{"loss": loss} if loss else {})), warm=60, steps=0)
+    row, found = fit(run, GraphPlanCallback(min_speedup=1e-6, on_failure="eager"))
+    assert (row["counts"]["replayed"] > 0) == (loss is None)
+    steps = range(*row["managed_steps"])
+    assert steps[0] >= 5
+    (name, make), *_ = oracles_of(run, {}, lambda untimed, prepared: fit(untimed, prepared)[1], steps=steps)
     assert compare(found, [(name, make)]) == {"equal": "bitwise", "oracle": "prepared"}
     assert all(distance(found, fit(run, *others)[1])[0] > 0 for others in [(), (Prepared(),)])
 
