@@ -202,6 +202,18 @@ def test_ways_through_a_function_are_programs_of_their_own() -> None:
     assert fast.num_graphs == 8 and fast.stats.captured == 8
 
 
+def test_eager_calls_before_it_in_one_autocast_block() -> None:
+    """Their casts of weights, which autocast keeps for the block, are no part of a later call."""
+    layer = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    fast = graphed(layer, backend="tape", verify=1)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(8):
+            x = torch.randn(4, 8)
+            assert torch.equal(layer(x), fast(x))
+    assert fast.stats.replayed == fast.stats.verified > 0
+    assert fast.stats.captured == 1
+
+
 def test_results_are_the_callers_whatever_is_replayed_later() -> None:
     """Earlier results stay, may be fed again, and may be written to."""
     layer = nn.Linear(8, 8)
