@@ -54,6 +54,10 @@ class OperatorMode(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         if not self._depth:
+            if not torch.is_grad_enabled():
+                # Casts of weights in the caller's cache are no part of the step, which may make its own casts if no
+                # gradients flow out of it.
+                torch.clear_autocast_cache()
             self._casts = {device: torch.is_autocast_enabled(device) for device in _AUTOCAST}
             self._casting.enter_context(_watching_autocast(self._casts))
             self._casting.enter_context(own_derivatives())

@@ -65,9 +65,6 @@ def trace(
     The step runs to its end even if a fact will lead to a refusal: it is a real step.
     """
     record.device = device
-    if not torch.is_grad_enabled():
-        # Casts of weights in the caller's cache are no part of the step; without gradients, the step may make its own.
-        torch.clear_autocast_cache()
     sharding, walk = reshard_and_walk(owners)
     tensors = feed.tensors()
     names = feed.names() if tensors else []
