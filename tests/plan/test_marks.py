@@ -136,6 +136,24 @@ def test_single_stages_compare_what_hangs_on_tensors() -> None:
         program.replay((fed(3.0),))
 
 
+@pytest.mark.parametrize("kind", [Bare, Scaled])
+def test_scalars_of_another_class_are_returned_as_such(kind: type[Tensor]) -> None:
+    """With their attributes, however many there are."""
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = x.sum().as_subclass(kind)
+        total.unit = "cm"  # type: ignore[attr-defined]
+        return total, total * 2, x.mean()
+
+    call = graph_step(step, backend="tape", warmup_steps=1, verify="off")
+    for number in range(8):
+        for found, expected in zip(call(X + number), step(X + number), strict=True):
+            assert type(found) is type(expected)
+            assert vars(found) == vars(expected)
+            assert torch.equal(found.as_subclass(Tensor), expected.as_subclass(Tensor))
+    assert call.stats.replayed >= 4
+
+
 def test_what_is_not_read_may_be_anything() -> None:
     call = graph_step(lambda x: x * 2, backend="tape", warmup_steps=1, verify="off")
     for _ in range(8):

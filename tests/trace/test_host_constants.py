@@ -259,7 +259,9 @@ def test_a_mask_that_a_generator_of_numpy_draws() -> None:
         return x[torch.from_numpy(generator.random(64) < 0.5)].sum()
 
     fast = graph_step(step, backend="tape")
-    with pytest.raises(HostSyncError, match=r"reads other values .* Python, NumPy or .* Draw random numbers with torch"):
+    with pytest.raises(
+        HostSyncError, match=r"reads other values .* Python, NumPy or .* Draw random numbers with torch"
+    ):
         for _ in range(6):
             fast(torch.ones(64))
 
