@@ -231,7 +231,7 @@ class StepLogs:
         notes = [(call if call.latest is None else _shown_by(call, value), value) for call, value in notes]
         places, parts = self._places(notes), list[Part]()
         values = [notes[place][1] for own in places.values() for place in own]
-        loss = None if self.loop is None else result.get("loss")
+        loss: Any = None if self.loop is None else result.get("loss")
         if type(loss) in PLAIN_KINDS and values and not loss.ndim and _kind(loss) == _kind(values[0]):
             values.append(loss.detach())
         with torch.no_grad():
