@@ -22,7 +22,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphplan.environment.origin import is_librarys, is_users
 from graphplan.errors import DeviceError, FeedError, RefusalError
 from graphplan.feed.placeholders import is_placeholder
-from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_own_operators, is_freed
+from graphplan.tensors.attributes import (
+    PLAIN_KINDS,
+    attributes_on,
+    has_own_functions,
+    has_own_operators,
+    is_freed,
+)
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.records import has_attributes
 from graphplan.tensors.trees import Literals, flatten_arguments, names_of, path_of_module, rebuild, text_of
@@ -240,9 +246,13 @@ def is_literal(value: Any) -> bool:
 
 
 def marks_of(tensor: Tensor) -> tuple[tuple[str, Any], ...]:
-    """Return the attributes of a result. A non-literal is given by its type, so that it is not kept alive."""
-    held = attributes_on(tensor).items() if type(tensor) is Tensor else ()
-    return tuple((name, item if is_literal(item) else type(item)) for name, item in held)
+    """Return the attributes of a result. A non-literal is given by its type, so that it is not kept alive. If the
+    tensor's class has functions of its own, these give copies their non-literals.
+    """
+    held = {} if has_own_operators(tensor) else attributes_on(tensor)
+    literals = {name for name, item in held.items() if is_literal(item)}
+    names = literals if has_own_functions(tensor) else held
+    return tuple((name, item if name in literals else type(item)) for name, item in held.items() if name in names)
 
 
 def _mark_key(value: Any) -> Hashable:

@@ -165,19 +165,23 @@ class ValueWalker:
                 self._value(value, f"{path}.{name}", inner, name, 1, (tensor, name))
 
     def _tuple(self, value: tuple[Any, ...], path: str, container: Any, key: Any, depth: int, source: Source) -> None:
-        """Walk a tuple: with tensors it is a slot, without them one value. One that holds only objects and containers
-        is instead recorded by identity and length, because a step may make it anew. Then walk the objects in it.
+        """Walk a tuple: with tensors it is a slot, without them one value. One that holds objects or containers, but no
+        tensors, is instead recorded by identity, length and plain items, because a step may make it anew. Then walk the
+        objects in it.
         """
         # A subclass may override ``__iter__`` and ``__len__``.
         items = tuple(tuple.__iter__(value))
-        if items and all(map(_is_entered, items)):
+        if tensor_leaves(value):
+            if not isinstance(container, tuple):
+                self._slot(path, container, key, source)
+        elif _is_entered(value):
             self.walk.links.append((container, key, value))
             self.walk.objects[path] = Scalar(container, key, *source)
             self.walk.objects[Path.length(path)] = Scalar(ComputedItem(value, tuple.__len__), "len", *source)
-        elif not tensor_leaves(value):
+            # One value: no number in a tuple can be assigned, as counters are.
+            self.walk.scalars[f"{path}[:]"] = Scalar(ComputedItem(value, _plain_items), "contents", *source)
+        else:
             self.walk.scalars[path] = Scalar(container, key, *source)
-        elif not isinstance(container, tuple):
-            self._slot(path, container, key, source)
         for number, item in enumerate(items):
             place = f"{path}[{number}]"
             if issubclass(type(item), Tensor):
@@ -465,8 +469,15 @@ def _members(thing: Any, kind: type, before: list[Any]) -> Iterator[tuple[Member
 
 
 def _is_entered(value: Any) -> bool:
-    """Return True if a walk enters this item of a tuple, so that its identity need not be compared."""
+    """Return True if a walk enters this value, or an item of this tuple, so that its identity need not be compared."""
+    if issubclass(type(value), tuple):
+        return any(map(_is_entered, tuple.__iter__(value)))
     return not is_proxy(value) and (issubclass(type(value), dict | list | deque) or is_user_object(value))
+
+
+def _plain_items(value: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the items of a tuple that a walk does not enter, because they are compared as they are."""
+    return tuple(item for item in tuple.__iter__(value) if issubclass(type(item), SCALARS))
 
 
 def has_own_gradient(tensor: Tensor) -> bool:

@@ -84,9 +84,10 @@ def _check_reads(first: Trace, second: Trace) -> None:
             return
         if old.constant and new.constant and not _is_same_read(old.value, new.value):
             raise HostSyncError(
-                f"{new.place} reads other values than in the step before, although they should depend only on Python "
-                "numbers; a replay would keep the first values. Code of an extension writes them, and graphplan "
-                "cannot see that. Keep the value on the device (torch.where, a mask of fixed shape)"
+                f"{new.place} reads other values than in the step before, and no operator on the batch makes them: "
+                "Python, NumPy or an extension does, unseen; a replay would keep the first values. Draw random numbers "
+                "with torch (torch.rand), pass the values as an argument of the step, or keep them on the device "
+                "(torch.where, a mask of fixed shape)"
             )
         if old.expected and new.expected:
             old.compare(new.outcome)

@@ -24,11 +24,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.compare.tensors import Addresses, geometry
 from graphplan.errors import GradientError, GuardError, HostEffectError
+from graphplan.feed.signature import marks_of
 from graphplan.owners.flags import Flags
 from graphplan.owners.slots import Items, Scalar, Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
 from graphplan.program.static_numbers import StaticNumber, StaticNumbers, renewer
 from graphplan.specs.paths import Fact, Path, names
+from graphplan.tensors.attributes import attributes_on, has_own_operators
 from graphplan.tensors.copying import copy_into
 from graphplan.tensors.deferred import NumberForm, form_of, is_deferred, value_of
 from graphplan.tensors.dtensors import is_sharded, local
@@ -79,14 +81,30 @@ class _Severed(torch.autograd.Function):
 
 
 def _renewing(value: Any, path: str) -> Callable[[], Any]:
-    """Return a function that copies a value that the step binds or appends; ``requires_grad`` is kept."""
+    """Return a function that copies a value that the step binds or appends; ``requires_grad`` and attributes are kept.
+    Refuse attributes that are no plain values.
+    """
 
     def copier_of(tensor: Tensor) -> Callable[[], Tensor]:
-        return partial(_Severed.apply, tensor, path) if tensor.requires_grad else copier(tensor)
+        copy = partial(_Severed.apply, tensor, path) if tensor.requires_grad else copier(tensor)
+        marks = dict(marks_of(tensor))
+        odd = [f"{name}, a {mark.__name__}" for name, mark in marks.items() if isinstance(mark, type)]
+        if odd:
+            raise HostEffectError(
+                f"the step leaves a tensor at {path} with the attribute {odd[0]}, which a replay cannot make anew. "
+                "Keep it beside the tensor, or set it to a number or a string"
+            )
+        return partial(_marked, copy, marks) if marks else copy
 
     make = renewer(value, copier_of)
     asks = any(tensor.requires_grad for tensor in tensor_leaves(value))
     return torch.enable_grad()(make) if asks else make
+
+
+def _marked(copy: Callable[[], Tensor], marks: Mapping[str, Any]) -> Tensor:
+    made = copy()
+    vars(made).update(marks)
+    return made
 
 
 class Bindings:
@@ -395,11 +413,13 @@ def _set_number(scalar: Scalar, number: StaticNumber) -> None:
 
 def _own(value: Any, foreign: set[int | None]) -> Any:
     """Return ``value`` with all tensors detached, and those in foreign memory cloned inside the recording.
-    ``requires_grad`` is kept.
+    ``requires_grad`` and attributes are kept.
     """
 
     def own(tensor: Tensor) -> Tensor:
         detached = tensor.detach().clone() if storage_id(tensor) in foreign else tensor.detach()
+        if not has_own_operators(tensor):
+            vars(detached).update(attributes_on(tensor))
         return detached.requires_grad_(tensor.requires_grad)
 
     with torch.no_grad():

@@ -142,8 +142,16 @@ class Guards:
 
     def _are_split(self, child: Any) -> bool:
         """Return True if the names of a container now lead to different objects."""
-        places = [(container, key) for container, key, held in self._structure_places if held is child]
-        return len({id(Slot(*place).get()) for place in places}) > 1
+        numbers = [number for number, (_, _, held) in enumerate(self._structure_places) if held is child]
+        return len({id(self._held_now(number)) for number in numbers}) > 1
+
+    def _held_now(self, number: int) -> Any:
+        """Return what the place with this number holds now, in the container that has replaced that of the capture if
+        the step makes both anew. Outer containers come before inner ones.
+        """
+        container, key, _ = self._structure_places[number]
+        outer = (before for before in range(number) if self._structure_places[before][2] is container)
+        return Slot(next(map(self._held_now, outer), container), key).get()
 
 
 class _Links:

@@ -18,6 +18,7 @@ from graphplan.program.adopted_tensors import is_overwritten, may_overwrite
 from graphplan.program.shared_buffers import SharedBuffer, StaticOutput
 from graphplan.program.static_numbers import StaticNumbers
 from graphplan.specs.roles import TensorSpec
+from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.deferred import NumberForm, form_of, is_deferred
 from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import copier, has_wide_gaps, overlaps, place_of, storage_id
@@ -95,7 +96,8 @@ class Outputs:
                 continue
             # A carry may overwrite this memory at the end of the step, but the caller needs the returned value.
             self._static[number] = copier(tensor)() if storage_id(tensor) in overwritten else tensor
-            if tensor.ndim == 0 and not is_sharded(tensor):
+            # Parts of a vector have no class and no attributes of their own.
+            if tensor.ndim == 0 and type(tensor) in PLAIN_KINDS:
                 scalars.setdefault((tensor.dtype, tensor.device), []).append(number)
         for numbers in scalars.values():
             self._pack(numbers)

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 PLAIN_KINDS = frozenset({Tensor, Parameter})
 """Tensor classes without operators of their own."""
+_STOCK_FUNCTIONS: Any = Tensor.__torch_function__
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -45,6 +46,12 @@ def has_own_operators(tensor: Tensor) -> bool:
     """Return True if the class of ``tensor`` has its own ``__torch_dispatch__``."""
     own: Any = type(tensor).__torch_dispatch__
     return own is not torch._C._disabled_torch_dispatch_impl
+
+
+def has_own_functions(tensor: Tensor) -> bool:
+    """Return True if the class of ``tensor`` has its own ``__torch_function__``."""
+    own: Any = type(tensor).__torch_function__
+    return getattr(own, "__func__", None) is not _STOCK_FUNCTIONS.__func__
 
 
 def with_class_and_attributes(static: Tensor, leaf: Any) -> Tensor:

@@ -12,14 +12,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from graphplan import GradientError, Policy, Program, compile_plan, graph_step
+from graphplan import GradientError, HostEffectError, Policy, Program, compile_plan, graph_step
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.signature import flatten
 from graphplan.program.adopted_tensors import AdoptedTensors
 from graphplan.program.capture import capture_program
 from graphplan.step.runner import Backends
 from tests.models import CALLS, Memory, attributes, float_batches, updating_rig
-from tests.twins import BEFORE_TWO, Rig, assert_equals_eager, assert_same_as_eager, build, drive, managed
+from tests.twins import (
+    BEFORE_REPLAY,
+    BEFORE_TWO,
+    SECOND_TRACE,
+    Rig,
+    assert_equals_eager,
+    assert_refused,
+    assert_same_as_eager,
+    build,
+    drive,
+    managed,
+)
 
 
 def _ema(model: Any, x: Tensor, loss: Tensor) -> None:
@@ -81,6 +92,27 @@ def _tuple_of_objects(model: Any, x: Tensor, loss: Tensor) -> Tensor:
     return before.mean()
 
 
+def _numbers_in_tuples(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    (_, before), *_ = model.memory
+    model.memory = [("mean", {"row": 0.5 * before["row"] + x.mean(0)}), (x.dtype, ((8,), {"loss": loss.detach()}))]
+    return before["row"].mean()
+
+
+def _two_names(kind: type) -> Callable[[Any, Tensor, Tensor], Tensor]:
+    def update(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+        before = model.last["row"] + model.memory[0]["row"]
+        model.last = {"row": 0.25 * before + x.mean(0)}
+        model.memory = kind([model.last])
+        return before.mean()
+
+    return update
+
+
+def _prepare_two_names(model: Any, kind: type) -> None:
+    model.last = {"row": ROW()}
+    model.memory = kind([model.last])
+
+
 class SimpleRow:
     """Has one row."""
 
@@ -106,6 +138,12 @@ CARRIES: dict[str, tuple[Callable[..., Any], Callable[[nn.Module], object]]] = {
     "swap and write in place": (_swap, _three),
     "dict and list items": (_in_containers, attributes(memory=lambda: {"h": ROW(), "parts": [torch.ones(()), ZERO()]})),
     "objects in a tuple": (_tuple_of_objects, attributes(memory=lambda: (SimpleRow(ROW()), {"loss": ZERO()}))),
+    "numbers in tuples": (
+        _numbers_in_tuples,
+        attributes(memory=lambda: [("mean", {"row": ROW()}), (torch.float32, ((8,), {"loss": ZERO()}))]),
+    ),
+    "a dictionary and a list with it": (_two_names(list), partial(_prepare_two_names, kind=list)),
+    "a dictionary and a tuple with it": (_two_names(tuple), partial(_prepare_two_names, kind=tuple)),
     "a sliding window": (_sliding_window, attributes(window=partial(torch.zeros, 3, 8))),
     "a slice with gaps": (_slice_of_a_queue, _buffer("queue", torch.zeros(8, 4))),
     "the last loss": (_last_loss, attributes(last=None)),
@@ -119,6 +157,30 @@ def test_rebound_tensors_are_carried(name: str, equals_eager: Callable[..., Any]
     """Each replay starts from what the one before it left."""
     update, prepare = CARRIES[name]
     equals_eager(partial(updating_rig, update, prepare))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("name", ["last", "memory"])
+def test_names_of_a_carried_dictionary_that_part(name: str, kind: type) -> None:
+    """The host puts another dictionary under one of two names, both of which each step makes anew."""
+
+    def replace(model: Any, index: int) -> None:
+        if index == BEFORE_REPLAY + 3:
+            other = {"row": torch.full((8,), float(index))}
+            setattr(model, name, other if name == "last" else kind([other]))
+
+    make = partial(updating_rig, _two_names(kind), partial(_prepare_two_names, kind=kind), replace)
+    assert assert_same_as_eager(make, verify="off").stats.replayed > 0
+
+
+def _counting(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.memory = (model.memory[0] + 1, {"loss": loss.detach()})
+
+
+def test_a_number_that_changes_in_a_tuple_is_refused() -> None:
+    """It cannot be assigned after a replay."""
+    make = partial(updating_rig, _counting, attributes(memory=lambda: (0, {"loss": ZERO()})))
+    assert_refused(make, HostEffectError, r"changes model\.memory", done=SECOND_TRACE)
 
 
 def _conjugated(model: Any, x: Tensor, loss: Tensor) -> Tensor:

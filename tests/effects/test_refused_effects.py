@@ -54,7 +54,8 @@ class Kept(NamedTuple):
 
 
 def keeping(model: Any, x: Tensor, loss: Tensor) -> None:
-    model.weird = [Kept("scale", {"drawn": x[:, :1] + 1, "size": torch.tensor(x.shape)})]
+    name = model.weird[0].name + "x" if model.weird else "x"
+    model.weird = [Kept(name, {"drawn": x[:, :1] + 1, "size": torch.tensor(x.shape)})]
 
 
 EFFECTS: dict[Callable[..., None], Any] = {

@@ -76,3 +76,34 @@ def test_what_one_program_may_leave_out_and_another_may_not(make: Any, tmp_path:
     callback = tape(warmup_steps=1)
     assert_same_fits(fit(make, tmp_path / "eager", **options), fit(make, tmp_path / "graphed", callback, **options))
     assert callback.stats.captured == 2
+
+
+class Uncopied(Tensor):
+    """A tensor that can neither be stacked nor unbound."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse both, and copy as a checkpoint does."""
+        if func is Tensor.__deepcopy__:
+            return args[0].clone()
+        if getattr(func, "__name__", "") in ("stack", "unbind"):
+            raise TypeError(f"{func.__name__} is not supported")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_tensors_of_another_class(tmp_path: Path) -> None:
+    """No operators but Lightning's run on them, and what callbacks see has the class that Lightning gives it."""
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.loss_of(batch).as_subclass(Uncopied)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("twice", loss * 2, on_epoch=True)
+        return loss
+
+    callback, make = tape(warmup_steps=1), with_step(step)
+    expected, found = fit(make, tmp_path / "eager"), fit(make, tmp_path / "graphed", callback)
+    assert_same_fits(expected, found)
+    assert callback.stats.replayed > 10
+    kinds = [{key: type(value) for key, value in run.trainer.callback_metrics.items()} for run in (expected, found)]
+    assert kinds[0] == kinds[1]
+    assert Uncopied in kinds[0].values()

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from graphplan import FeedError, Policy, capture, compile_plan, graph_step, graphed
+from graphplan import FeedError, Policy, SkipReason, capture, compile_plan, graph_step, graphed
 from tests.crossing import each
+from tests.twins import Rig, assert_falls_back, assert_same_as_eager
 
 X = torch.arange(1.0, 5.0)
 
@@ -134,6 +136,63 @@ def test_single_stages_compare_what_hangs_on_tensors() -> None:
     assert torch.equal(program.replay((fed(2.0),)), X * 2)
     with pytest.raises(FeedError, match=r"args\[0\] is .*with factor = 0x1\.8.*, and was .*with factor = 0x1\.0"):
         program.replay((fed(3.0),))
+
+
+@pytest.mark.parametrize("kind", [Bare, Scaled])
+def test_scalars_of_another_class_are_returned_as_such(kind: type[Tensor]) -> None:
+    """With their attributes, however many there are."""
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = x.sum().as_subclass(kind)
+        total.unit = "cm"  # type: ignore[attr-defined]
+        return total, total * 2, x.mean()
+
+    call = graph_step(step, backend="tape", warmup_steps=1, verify="off")
+    for number in range(8):
+        for found, expected in zip(call(X + number), step(X + number), strict=True):
+            assert type(found) is type(expected)
+            assert vars(found) == vars(expected)
+            assert torch.equal(found.as_subclass(Tensor), expected.as_subclass(Tensor))
+    assert call.stats.replayed >= 4
+
+
+LEAVE: dict[str, Callable[[Any, Tensor], object]] = {
+    "attribute": lambda model, total: setattr(model, "last", total),
+    "tuple": lambda model, total: setattr(model, "last", (total, 2.0)),
+    "item": lambda model, total: model.rows.__setitem__(0, total),
+    "append": lambda model, total: model.rows.append(total),
+}
+
+
+def _leaving(name: str, kind: type[Tensor], unit: Any) -> Rig:
+    model: Any = nn.Linear(4, 1)
+    model.rows, model.last = [X], X
+
+    def step(x: Tensor) -> None:
+        total = model(x).detach().sum().as_subclass(kind)
+        total.unit = unit
+        LEAVE[name](model, total)
+
+    def after(index: int) -> None:
+        leaves = (model.rows[-1] if name == "append" else model.rows[0], model.last)
+        left = [leaf[0] if isinstance(leaf, tuple) else leaf for leaf in leaves]
+        seen.append([(type(leaf), dict(vars(leaf))) for leaf in left])
+
+    seen: list[Any] = []
+    return Rig(step, {"model": model}, [(X + number,) for number in range(12)], after, {"seen": seen})
+
+
+@each(name=LEAVE, kind=[Tensor, Bare])
+def test_what_hangs_on_tensors_that_a_step_leaves(name: str, kind: type[Tensor]) -> None:
+    """After the capture and after replays, which nothing checks, as after eager calls."""
+    step = assert_same_as_eager(partial(_leaving, name, kind, "cm"), verify="off")
+    assert step.stats.replayed > 0
+
+
+@pytest.mark.parametrize("name", LEAVE)
+def test_what_hangs_on_left_tensors_and_is_no_value_is_refused(name: str) -> None:
+    make = partial(_leaving, name, Tensor, {"name": "cm"})
+    assert_falls_back(make, SkipReason.HOST_EFFECT, r"leaves a tensor at model\.\w+.* attribute unit, a dict")
 
 
 def test_what_is_not_read_may_be_anything() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -248,6 +249,21 @@ def test_constants_that_something_unseen_writes_are_none() -> None:
         for number in range(12):
             x = torch.tensor([1.0, -1.0, (-1.0) ** number, 1.0])
             assert torch.equal(fast(x), step(x))
+
+
+def test_a_mask_that_a_generator_of_numpy_draws() -> None:
+    """The error names what makes it unseen, and what to draw with instead."""
+    generator = np.random.default_rng(0)
+
+    def step(x: Tensor) -> Tensor:
+        return x[torch.from_numpy(generator.random(64) < 0.5)].sum()
+
+    fast = graph_step(step, backend="tape")
+    with pytest.raises(
+        HostSyncError, match=r"reads other values .* Python, NumPy or .* Draw random numbers with torch"
+    ):
+        for _ in range(6):
+            fast(torch.ones(64))
 
 
 def test_what_comes_from_a_file_is_no_constant(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from graphplan.callback.patches import Patches
 from graphplan.environment.devices import current_stream, is_accelerator, module_of
 from graphplan.feed.call_arguments import hands_over
+from graphplan.tensors.attributes import PLAIN_KINDS
 
 _MOST = 2  # Maximum number of pending rows.
 
@@ -108,7 +109,7 @@ class PendingRows:
     def take(self, metrics: Mapping[str, Any]) -> bool:
         """Start the copy of a step's row for all loggers. Return False if the row has to be written at once."""
         values, loggers = list(metrics.values()), list(self._trainer.loggers)
-        is_plain = all(isinstance(v, Tensor) and v.numel() == 1 and v.is_floating_point() for v in values)
+        is_plain = all(type(v) in PLAIN_KINDS and v.numel() == 1 and v.is_floating_point() for v in values)
         if not values or not is_plain or len({value.device for value in values}) > 1:
             return False
         if "step" in metrics or not all(logger in _ROWS for logger in loggers):

@@ -30,6 +30,7 @@ from graphplan.errors import Faults, HostEffectError, HostSyncError
 from graphplan.feed.call_arguments import hands_over
 from graphplan.observe.source import Source, find_source
 from graphplan.program.faults import refusal_of
+from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.deferred import is_deferred
 from graphplan.trace.mode import refuse_trace
 
@@ -230,8 +231,8 @@ class StepLogs:
         notes = [(call if call.latest is None else _shown_by(call, value), value) for call, value in notes]
         places, parts = self._places(notes), list[Part]()
         values = [notes[place][1] for own in places.values() for place in own]
-        loss = None if self.loop is None else result.get("loss")
-        if isinstance(loss, Tensor) and values and not loss.ndim and _kind(loss) == _kind(values[0]):
+        loss: Any = None if self.loop is None else result.get("loss")
+        if type(loss) in PLAIN_KINDS and values and not loss.ndim and _kind(loss) == _kind(values[0]):
             values.append(loss.detach())
         with torch.no_grad():
             vector = torch.stack(values) if values else None
@@ -272,7 +273,7 @@ class StepLogs:
         known, size = self._grouped.get(call.key), dict(call.options).get("batch_size")
         if known is None or not (size is None or isinstance(size, int)):
             return False  # Lightning adds the value if the size is not an integer.
-        if known[0].options != call.options or not isinstance(value, Tensor):
+        if known[0].options != call.options or type(value) not in PLAIN_KINDS:
             return False
         # Bypass the property of a grouped metric, which would compute in the step.
         total = vars(known[1])["value"]
@@ -335,7 +336,7 @@ class StepLogs:
             # Only the optimizer may use a learning rate in a step, so a logged one is not summed there.
             is_rate = isinstance(value, Tensor) and any(_is_rate(value, rate) for rate in rates)
             new = metric is not None and call.key not in self._grouped and not is_rate
-            if new and isinstance(value, Tensor) and self._may_be_grouped(metric, value):
+            if new and type(value) in PLAIN_KINDS and self._may_be_grouped(metric, value):
                 self._grouped[call.key], found[call.key] = (call, metric), metric
         if found:
             group = Group(len(self._groups), found, self._patches)
@@ -344,9 +345,13 @@ class StepLogs:
                 self.totals[f"group {group.number}"] = group.totals
 
     def _may_be_grouped(self, metric: Any, value: Any) -> bool:
-        """Return True for a mean of scalars with the dtype and device of the groups, which Lightning does not cast."""
+        """Return True for a mean of scalars with the dtype and device of the groups, which Lightning does not cast.
+        Sums of a subclass's tensors would run its ``__torch_function__``.
+        """
         meta = metric.meta
         if not metric.is_tensor or meta.enable_graph or meta.sync.should or metric.value.ndim:
+            return False
+        if type(metric.value) not in PLAIN_KINDS:
             return False
         kind = _kind(metric.value)
         if _kind(value) != kind or kind[0] not in _DTYPES or not meta.is_mean_reduction:
