@@ -200,8 +200,10 @@ def _mark(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _same_on_host(one: Tensor, two: Tensor) -> bool:
-    pieces = (bits(side).reshape(-1).split(_PIECE) for side in (one, two))
-    return all(map(torch.equal, *pieces))
+    one, two = bits(one), bits(two)
+    if one.numel() <= _PIECE:
+        return torch.equal(one, two)
+    return all(map(torch.equal, *(side.reshape(-1).split(_PIECE) for side in (one, two))))
 
 
 def values_of(scalars: Sequence[Tensor]) -> list[Any]:
