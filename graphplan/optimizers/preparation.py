@@ -152,6 +152,7 @@ class Preparation:
         self._originals: dict[int, dict[str, Any]] = {}
         self._entered = False
         self._unfit: set[int] = set()
+        self._contiguous: set[int] = set()
         self.stepped_newcomers = False
         self.faults = Faults()
         self._had_warned = vars(optimizer).get(_WARNED)
@@ -209,6 +210,7 @@ class Preparation:
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the flags on loaded groups and move their counters."""
+        self._contiguous.clear()
         entered = self._entered
         self.enter()
         if not entered:
@@ -235,13 +237,25 @@ class Preparation:
                 stepped = [param for param in group["params"] if param.grad is not None]
                 is_unfit = any(param.grad.layout is not torch.strided for param in stepped)
                 if not is_unfit and group.get("fused"):
-                    is_unfit = any(not _is_in_order(param, self.optimizer.state.get(param, {})) for param in stepped)
+                    is_unfit = not all(map(self._is_in_order, stepped))
                 if is_unfit:
                     self._unfit.add(index)
                 has_newcomers = not is_unfit and self._has_newcomers(group, stepped)
                 self.stepped_newcomers |= has_newcomers
                 if is_unfit or has_newcomers:
                     group.update(self._originals.get(index, {}))
+
+    def _is_in_order(self, param: Tensor) -> bool:
+        """See :func:`_is_in_order`. State that was contiguous stays so until a state dict is loaded."""
+        grad = param.grad
+        if id(param) in self._contiguous and param.is_contiguous() and (grad is None or grad.is_contiguous()):
+            return True
+        state = self.optimizer.state.get(param, {})
+        if not _is_in_order(param, state):
+            return False
+        if state and param.is_contiguous():
+            self._contiguous.add(id(param))
+        return True
 
     def _has_newcomers(self, group: Mapping[str, Any], stepped: Sequence[Any]) -> bool:
         """Return True if only some parameters have a momentum, others being newly unfrozen: torch's fused SGD fails."""

@@ -304,6 +304,37 @@ def test_parameters_in_another_order_than_their_checkpoint() -> None:
     assert torch.equal(*found)
 
 
+def test_state_in_another_order_that_is_loaded_between_steps() -> None:
+    """It is found, although the state before was in order."""
+    found = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(4, 3, 2, 2))
+        optimizer = optim.AdamW([param], lr=0.1)
+        other = nn.Parameter(param.detach().to(memory_format=torch.channels_last))
+        first = optim.AdamW([other], lr=0.1)
+        other.grad = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+        first.step()
+
+        def step(x: torch.Tensor, param: nn.Parameter = param, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            (param * x).sum().backward()
+            optimizer.step()
+
+        fast: Any = graph_step(step, owners={"optimizer": optimizer}, on_failure="eager") if is_graphed else step
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="graphplan runs this step eagerly")
+            for number in range(20):
+                if number == 10:
+                    optimizer.load_state_dict(first.state_dict())
+                    moment = optimizer.state[param]["exp_avg"]
+                    assert not moment.is_contiguous()
+                fast(torch.randn(4, 3, 2, 2))
+        found.append(param.detach())
+    assert fast.stats.replayed > 2
+    assert torch.equal(*found)
+
+
 def test_a_group_that_is_added_is_reported() -> None:
     """Its kernel rounds otherwise, too."""
     body, head = nn.Linear(4, 4), nn.Linear(4, 2)
