@@ -99,12 +99,6 @@ class AdoptedTensors:
             if isinstance(held, Tensor) and not is_sharded(held) and has_memory(held)
             if self._slots[path].param is None and path not in self._replaced
         ]
-        apart = self._replaced.difference(*self._plan.rebindings.partners.items())
-        self._bound = [
-            (self._slots[path], held, self._aliases[path][0], geometry(held), self._aliases[path][0].data_ptr())
-            for path, held in self._held.items()
-            if path in apart and self._slots[path].param is None and isinstance(held, Tensor) and holds_plain(held)
-        ]
         changed = {e.path for e in self._plan.externals if e.mutated}
         self.written = {storage_id(t) for path in self._held.keys() & changed for t in self._aliases[path]}
         self.written |= {storage_id(tensor) for tensor in self._plan.changed_tensors(walk)}
@@ -203,7 +197,7 @@ class AdoptedTensors:
         """:meth:`follow` without a walk, if only tensors have moved. Return True if that was possible."""
         if not self.guards.structure_holds():
             return False
-        if self._follow_data() or self._follow_bound():
+        if self._follow_data():
             return True
         if self.follow(self.walk) is not None:
             return False
@@ -229,31 +223,6 @@ class AdoptedTensors:
             torch._foreach_copy_(old, [tensor.detach() for tensor in new])
         lay(new, old)
         return self.guards.hold()
-
-    def _follow_bound(self) -> bool:
-        """:meth:`follow` for tensors that an eager step bound where replays write to the program's memory, if nothing
-        else has changed or uses the memory of the new or the old ones. Return True if the guards hold afterwards.
-        """
-        moved = [(each, each[0].get()) for each in self._bound if each[0].get() is not each[1]]
-        new, old = [now for _, now in moved], [alias for (_, _, alias, _, _), _ in moved]
-        if not moved or not all(isinstance(now, Tensor) and holds_plain(now) for now in new):
-            return False
-        if len(set(map(id, new))) < len(new) or any(alias.data_ptr() != place for (_, _, alias, _, place), _ in moved):
-            return False
-        if any(geometry(now) != known or now.device != alias.device for (_, _, alias, known, _), now in moved):
-            return False
-        # Besides programs, the old tensor alone may use the old memory.
-        if any(count > 1 for count in (*memory_uses(new).values(), *others_uses(old).values())):
-            return False
-        for (slot, held, *_), _ in moved:
-            slot.set(held)
-        if self.guards.hold():
-            with torch.no_grad():
-                torch._foreach_copy_(old, new)
-            return True
-        for (slot, *_), now in moved:
-            slot.set(now)
-        return False
 
     def follow(self, walk: Walk) -> str | None:
         """Copy tensors that moved into the memory that the program reads, and give them that memory. ``walk`` is of

@@ -31,9 +31,7 @@ from tests.twins import (
     assert_equals_eager,
     assert_refused,
     assert_same_as_eager,
-    assert_same_runs,
     build,
-    drive,
     managed,
 )
 
@@ -160,37 +158,6 @@ def test_rows_that_are_one_memory(first: int, captured: int, replayed: int) -> N
     """
     make = lambda: reset_rig(one_row, first, every=10)  # noqa: E731
     assert_equals_eager(make, captured=captured, replayed=replayed, verify="off")
-
-
-def counted_rig() -> Rig:
-    """A state that each step replaces; the second argument makes some steps eager."""
-    meter = {"loss": torch.zeros(()), "count": torch.zeros(())}
-
-    def step(x: Tensor, is_eager: bool) -> Tensor:
-        meter["loss"] = meter["loss"] + x.sum()
-        meter["count"] = meter["count"] + 1
-        return meter["loss"] / meter["count"]
-
-    batches = [x for x, _ in float_batches(CALLS)]
-    return Rig(step, {"meter": meter}, [(x, index % 3 == 0) for index, x in enumerate(batches)])
-
-
-def test_eager_steps_between_replays_leave_the_guards_as_they_are() -> None:
-    """Their new state is copied to the program's memory, and the program's tensor takes its place."""
-    rig = build(counted_rig)
-    expected = drive(rig, rig.step)
-    rig = build(counted_rig)
-    step = managed(rig, verify="off", eager_if=lambda x, is_eager: is_eager)
-    guards = []
-
-    def note(index: int) -> None:
-        guards.extend(program.adopted.guards for program in step.machine.programs.all())
-
-    rig.after = note
-    assert_same_runs(expected, drive(rig, step))
-    assert step.stats.captured == 1
-    assert 4 < step.stats.replayed < CALLS - BEFORE_REPLAY - 2
-    assert len(set(map(id, guards))) == 1
 
 
 def meter_rig() -> Rig:
