@@ -451,7 +451,9 @@ def test_entries_that_are_not_faster_are_those_of_the_results() -> None:
     once = {row["name"]: row["fit"] for part in ("", "_rest") for row in results(f"zoo_once{part}_h200.json")}
     whole = {row["name"]: row["fit"] for name in LATEST[:3] for row in results(name)}
     runs = [
-        (whole, "an adaptive solver", "All 37 core"),
+        (whole, "an adaptive solver", "Of the 37 core"),
+        ({row["name"]: row["fit"] for row in results("zoo_core_h200.json")}, "Of the 37 core", "In the last row"),
+        ({row["name"]: row["fit"] for row in results("zoo_bits_h200.json")}, "Of the 30", "Steps that draw"),
         (once, "The others get new shapes", "Steps that draw"),
     ]
     for fits, start, end in runs:
