@@ -13,7 +13,9 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
+from graphplan.errors import RefusalError
 from graphplan.step.graphed_step import GraphedStep, graph_step
+from graphplan.step.runner import ADVICE
 
 _ALLOWED = ("*_dataloader_references_ref*", "*accelerator._dataloaders*")
 """References of accelerate to its data loaders. The loop, not the step, decides by them whether the optimizer steps."""
@@ -39,7 +41,7 @@ class GraphPlanTrainer(Trainer):
 
     Attributes:
         graph_options: options of :func:`graphplan.graph_step`. ``on_failure`` is ``"eager"`` by default.
-        graph_optimizer: whether a replay includes gradient clipping and the optimizer's step.
+        graph_optimizer: whether a replay includes gradient clipping and the optimizer's step, if these can be captured.
         graphed: the step of the latest ``train()``, with ``stats`` and ``report()``; None before its first step.
     """
 
@@ -75,12 +77,11 @@ class GraphPlanTrainer(Trainer):
         if self.graphed is None or hidden.stood_down:
             return super().training_step(model, inputs, num_items_in_batch)
         inputs = self._prepare_inputs(inputs)
-        updates = self._with_optimizer and self.accelerator.sync_gradients
         # Evaluation leaves the model in eval mode, which would need another program.
         model.train()
         hidden.in_step, hidden.was_read = True, False
         try:
-            loss, *norm = self.graphed(model, inputs, num_items_in_batch, updates)
+            loss, *norm = self._call_graphed(model, inputs, num_items_in_batch)
         finally:
             hidden.in_step = False
         if hidden.was_read:
@@ -88,8 +89,8 @@ class GraphPlanTrainer(Trainer):
                 "the step reads trainer.state, which changes with each step; expected a step that does not read it: "
                 "move that code to a callback"
             )
-        if updates:
-            self._grad_norm = tuple(norm)
+        if norm:
+            self._grad_norm = (*norm,)
             # The replay has stepped. The loop's own optimizer.step() does nothing unless gradients are synchronized.
             self.accelerator.gradient_state._set_sync_gradients(False)
         return loss
@@ -101,20 +102,47 @@ class GraphPlanTrainer(Trainer):
         hooks = {type(callback).on_pre_optimizer_step for callback in self.callback_handler.callbacks}
         is_watched = bool(hooks - {TrainerCallback.on_pre_optimizer_step})
         is_left = is_watched or self.accelerator.scaler is not None or not hasattr(Trainer, "_clip_grad_norm")
-        self._with_optimizer = self.graph_optimizer and not is_left
+        if self.graph_optimizer and not is_left:
+            self.graphed = self._make(self._step, {"model": model, "optimizer": self.optimizer})
+            refusals = self.graphed.machine.refusals
+            escalates, self._with_optimizer = refusals.escalates, True
+            refusals.escalates = lambda error: error.component == "optimizer" or escalates(error)
+        else:
+            why = "graph_optimizer=False, a gradient scaler, a callback's on_pre_optimizer_step, or transformers < 5.6"
+            self._begin_without_optimizer(model, why)
+
+    def _begin_without_optimizer(self, model: Any, why: str) -> None:
+        self._end()
+        # The loop steps the optimizer. As an owner it would be guarded, and its learning rate changes.
+        self.graphed, self._with_optimizer = self._make(self._forward_backward, {"model": model}), False
+        self.graphed.stats.note(f"forward and backward alone are replayed: {why}")
+
+    def _make(self, step: Any, owners: Mapping[str, Any]) -> GraphedStep:
         options = {"on_failure": "eager", **self.graph_options}
         options["allow"] = (*_ALLOWED, *options.get("allow", ()))
-        self.graphed = graph_step(self._step, owners={"model": model, "optimizer": self.optimizer}, **options)
-        if not self._with_optimizer:
-            why = "graph_optimizer=False, a gradient scaler, a callback's on_pre_optimizer_step, or transformers < 5.6"
-            self.graphed.stats.note(f"forward and backward alone are replayed: {why}")
+        return graph_step(step, owners=owners, **options)
 
     def _end(self) -> None:
         if self.graphed is not None:
             self.graphed.close()
 
+    def _call_graphed(self, model: Any, inputs: Any, num_items: Any) -> Any:
+        """Return the loss and, if the call has made the optimizer's step, the norm of the gradients."""
+        assert self.graphed is not None
+        if self._with_optimizer:
+            try:
+                return self.graphed(model, inputs, num_items, self.accelerator.sync_gradients)
+            except RefusalError as error:
+                if error.component != "optimizer":
+                    raise
+                self._begin_without_optimizer(model, str(error).removesuffix(f". {ADVICE}"))
+        return self.graphed(model, inputs, num_items)
+
+    def _forward_backward(self, model: Any, inputs: Any, num_items: Any) -> tuple[Any, ...]:
+        return (super().training_step(model, copy(inputs), num_items),)
+
     def _step(self, model: Any, inputs: Any, num_items: Any, updates: bool) -> tuple[Any, ...]:
-        loss = super().training_step(model, copy(inputs), num_items)
+        (loss,) = self._forward_backward(model, inputs, num_items)
         if not updates:
             return (loss,)
         norm = super()._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None

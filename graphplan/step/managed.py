@@ -28,7 +28,7 @@ from graphplan.optimizers.preparation import Preparation, check_optimizer, may_b
 from graphplan.optimizers.rates import LearningRates
 from graphplan.optimizers.scaling import ScaledSteps
 from graphplan.owners.discovery import Discovery, names_in
-from graphplan.owners.kinds import has_groups, name_owners
+from graphplan.owners.kinds import has_groups, name_owners, unwrapped
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import ConditionalOwner, Namespace, Walk
 from graphplan.owners.values import STEP
@@ -220,7 +220,7 @@ class Managed:
         if self.runs_compiled(before):
             # Every step has to run the optimizer kernel that replays run, including the first one.
             for optimizer in [thing for _, thing in names_in(self._fn) if isinstance(thing, torch.optim.Optimizer)]:
-                self.manage(optimizer)
+                self.manage(unwrapped(optimizer))
             return call()
         profile = Profile()
         with profile, Discovery(self.manage) as discovery:

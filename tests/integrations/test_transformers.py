@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,36 @@ def test_forward_and_backward_alone(kind: type[Trainer], callbacks: list[Any], t
     assert trainer.graphed.stats.replayed == 2 * STEPS - BEFORE_REPLAY
     assert "forward and backward alone are replayed: graph_optimizer=False, a gradient" in trainer.graphed.report()
     assert not any(".exp_avg" in external.name for external in trainer.graphed.plan.externals)
+
+
+class Decays(TrainerCallback):
+    """Changes a number that the optimizer's kernel takes from Python."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.01 * max(0, state.global_step - STEPS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "calls"),
+    [
+        (ForwardBackward, {"optim": "adafactor"}, 2 * STEPS),
+        # The first calls, up to the refusal, are those of the step with the optimizer.
+        (Graphed, {"optim": "adafactor"}, 2 * STEPS - 3),
+        (Graphed, {"optim": "rmsprop", "gradient_accumulation_steps": 2}, 2 * STEPS - 6),
+        (Graphed, {"callbacks": [Decays()]}, STEPS - 3),
+    ],
+    ids=["option", "adafactor", "rmsprop", "decay"],
+)
+def test_an_optimizer_that_cannot_be_captured_is_left_to_the_loop(
+    kind: type[Trainer], options: dict[str, Any], calls: int, tmp_path: Path
+) -> None:
+    trainer = same(tmp_path, kind, **options)
+    stats = trainer.graphed.stats
+    assert stats.eager + stats.traced + stats.captured + stats.replayed == calls
+    assert stats.replayed >= calls - 2 * BEFORE_REPLAY, stats.reasons
+    why = "graph_optimizer=False" if kind is ForwardBackward else r"\w+ optimizer\.param_groups\[0\]\.\w+: .* then"
+    assert re.search(f"forward and backward alone are replayed: {why}", trainer.graphed.report())
 
 
 class Curriculum(Trainer):

@@ -322,8 +322,22 @@ def test_compiled_code_that_captures_itself_is_found_where_it_runs() -> None:
         refuse_graphs_within(walk, trainer.step, torch.device("cuda", 0), profile.executed.compiled)
 
 
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer, and has no groups and hooks of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Around], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("how", [whole, in_place])
-def test_all_steps_run_the_kernel_of_replays(how: Callable[[nn.Module, Any], Any]) -> None:
+def test_all_steps_run_the_kernel_of_replays(how: Callable[[nn.Module, Any], Any], wrap: Callable[[Any], Any]) -> None:
     """The first ones, too, though their code is not looked at."""
     kernels: list[Any] = []
 
@@ -331,13 +345,14 @@ def test_all_steps_run_the_kernel_of_replays(how: Callable[[nn.Module, Any], Any
         torch.manual_seed(0)
         torch._dynamo.reset()
         net = Net()
-        compiled, optimizer = how(net, "eager"), AdamW(net.parameters(), lr=1e-2, fused=fused)
+        compiled, inner = how(net, "eager"), AdamW(net.parameters(), lr=1e-2, fused=fused)
+        optimizer = wrap(inner)
 
         def step(x: Tensor) -> Tensor:
             optimizer.zero_grad()
             loss = compiled(x).square().mean()
             loss.backward()
-            kernels.append(optimizer.param_groups[0]["fused"])
+            kernels.append(inner.param_groups[0]["fused"])
             optimizer.step()
             return loss
 
