@@ -320,7 +320,7 @@ def test_parameters_in_another_order_than_their_checkpoint() -> None:
 
 
 def test_state_in_another_order_that_is_loaded_between_steps() -> None:
-    """It is found, although the state before was in order. Until then, fused kernels round otherwise than stock ones."""
+    """It is found, although the state before was in order. Until then, fused kernels round in another way."""
     found = []
     for is_graphed in (False, True):
         torch.manual_seed(0)
