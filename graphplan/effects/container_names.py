@@ -112,7 +112,7 @@ class ContainerNames:
             outermost = id(container) not in self.holders
             if isinstance(key, str) and outermost:
                 yield ContainerName(key, depth, keys=keys)
-            if isinstance(key, str) and type(container) is not Cell and (outermost or type(container) is not dict):
+            if isinstance(key, str) and type(container) is not Cell and (outermost or type(container) not in _BY_KEY):
                 # An attribute of a class, a module, or a dictionary that exposes its keys as attributes.
                 yield ContainerName(f".{key}", depth, keys=keys)
             spelt = key if type(key) is str and type(container) in _BY_KEY else None

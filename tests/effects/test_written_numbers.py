@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,13 @@ def sets_besides(training: Any, loss: Tensor, n: float) -> Tensor:
     return loss if "n" in training.last["train"] else loss * training.last["train"]["m"]
 
 
-@pytest.mark.parametrize("use", [sets, sets_by_mode, sets_besides])
+def sets_what_an_attribute_is_called(training: Any, loss: Tensor, n: float) -> Tensor:
+    out = SimpleNamespace(loss=loss)
+    training.metrics["train"]["loss"].append(out.loss.item())
+    return loss * 1 if out.loss is loss else loss
+
+
+@pytest.mark.parametrize("use", [sets, sets_by_mode, sets_besides, sets_what_an_attribute_is_called])
 def test_what_is_only_written_is_replayed(use: Any) -> None:
     step = assert_equals_eager(partial(make, use), replayed=14)
     assert not step.stats.reasons
