@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict, UserDict, UserList, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from itertools import islice
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
 from graphplan.effects.allowed import shorten
+from graphplan.effects.container_names import ANY_DEPTH, ContainerName, ContainerNames
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError
-from graphplan.observe.container_uses import ContainerUse, container_uses
 from graphplan.observe.executed_code import is_of_module
-from graphplan.observe.source import Source
 from graphplan.owners.kinds import MAX_ITEMS, PLAIN
 from graphplan.owners.slots import Items, Namespace, Scalar, Walk
 from graphplan.owners.views import Cell, home
@@ -61,34 +60,6 @@ _LOOKED_THROUGH = 10_000
 """Maximum number of objects that are searched for references to lists."""
 _ENDS = frozenset({ModuleType, FunctionType, CodeType, *PLAIN})
 """Types at which the search ends: they lead to whole modules, or nowhere."""
-_BY_KEY = frozenset({dict, OrderedDict, defaultdict})
-"""Mappings in which a string key leads to the item of that key; other classes may look up another key."""
-_ANY_DEPTH = 99
-"""A depth of nested items that is greater than any that code can read."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """A name that code has for a list, or for a container that holds it ``depth`` items deep. ``owner`` is the id of
-    the attribute's owner, or 0. ``keys`` lead from there to the list; None for a key that code may write differently.
-    """
-
-    name: str
-    depth: int
-    owner: int = 0
-    keys: tuple[str | None, ...] = ()
-
-    def fits(self, look: ContainerUse, owner: int) -> bool:
-        """Return True if ``look``, in a method of ``owner``, reads the list or an item of it."""
-        if look.name != self.name or (look.own and self.owner not in (0, owner)):
-            return False
-        if any(None not in keys and keys[0] != keys[1] for keys in zip(self.keys, look.keys, strict=False)):
-            return False
-        return look.whole or look.depth >= self.depth or self.depth == _ANY_DEPTH
-
-    def is_seen(self, look: ContainerUse) -> bool:
-        """Return True if a ``look`` that fits reads the list itself, not only an item."""
-        return look.depth <= self.depth
 
 
 def _only_to_append(pair: TracePair) -> Iterator[str]:
@@ -151,14 +122,7 @@ class AppendedLists:
         """The path of each list that was appended to, by the path of its length."""
         paths = dict.fromkeys([*appended, *_only_to_append(pair)])
         self._lists = {path: walk.lists[path] for path in paths if path in walk.lists}
-        self._codes = dict.fromkeys(pair.either.codes) if paths else {}
-        self._dynamic = pair.either.by_users.dynamic
-        self._holders: dict[int, list[tuple[Any, Any]]] = {}
-        self._owners: dict[int, Any] = {}
-        if paths:
-            for container, key, value in walk.links:
-                self._holders.setdefault(id(value), []).append((container, key))
-            self._owners = {id(inner): thing for thing, inner in walk.attributes}
+        self._names = ContainerNames(pair)
         self._seen: dict[str, str] = {}
         left = [path for path, items in self._lists.items() if not self._is_looked_at(path, items)]
         self._hidden = {id(self._lists[path]) for path in left}
@@ -183,52 +147,21 @@ class AppendedLists:
         if id(thing) in met:
             return False
         met.add(id(thing))
-        if id(thing) in self._owners:
-            return self._is_hidden(self._owners[id(thing)], met)
-        holders = self._holders.get(id(thing), ())
+        if id(thing) in self._names.owners:
+            return self._is_hidden(self._names.owners[id(thing)], met)
+        holders = self._names.holders.get(id(thing), ())
         return bool(holders) and all(self._is_hidden(home(container), met) for container, _ in holders)
 
     def _is_looked_at(self, path: str, items: Items) -> bool:
         """Return True if code reads a list or its items. Record the line that reads the list itself."""
-        names = set(self._names(items, self._walk.objects.get(Path.length(path))))
-        words = {name.name.removeprefix(".") for name in names}
-        found = False
-        for code, owner in self._codes:
-            spelt = (code.co_names, code.co_freevars, code.co_cellvars, code.co_consts)
-            if not any(word in place for place in spelt for word in words):
-                continue
-            for look in sorted(container_uses(code), key=lambda look: look.line):
-                fitting = [name for name in names if name.fits(look, owner)]
-                found = found or bool(fitting)
-                if any(name.is_seen(look) for name in fitting):
-                    self._seen[path] = str(Source(code.co_filename, look.line, code.co_name, "step"))
-                    return True
-        return found
+        names = set(self._names.names_of(items)) or self._unplaced(self._walk.objects.get(Path.length(path)))
+        looks = [each for each in self._names.looks(names) if not each[0].adds]
+        seen = (str(source) for look, fitting, source in looks if any(name.is_seen(look) for name in fitting))
+        self._seen.update((path, line) for line in islice(seen, 1))
+        return bool(looks)
 
-    def _names(self, items: Items, length: Scalar | None) -> Iterator[_Name]:
-        found = list(self._names_of(items, 0, set()))
-        if not found and length is not None:
-            # The list is in a tuple or a partial, or was named as an owner: the depth is unknown.
-            for name in {length.attribute, length.name or length.attribute}:
-                yield _Name(f".{name.removeprefix('.')}", _ANY_DEPTH)
-                yield _Name(name.removeprefix("."), _ANY_DEPTH)
-        yield from found
-
-    def _names_of(self, thing: Any, depth: int, met: set[int], keys: tuple[str | None, ...] = ()) -> Iterator[_Name]:
-        if id(thing) in met:
-            return
-        for container, key in self._holders.get(id(thing), ()):
-            owner = self._owners.get(id(container))
-            if owner is not None:
-                yield _Name(f".{key}", depth, 0 if self._dynamic else id(owner), keys)
-                if isinstance(owner, UserDict | UserList):
-                    yield from self._names_of(owner, depth, met | {id(thing)}, (None, *keys[1:]))
-                continue
-            outermost = id(container) not in self._holders
-            if isinstance(key, str) and outermost:
-                yield _Name(key, depth, keys=keys)
-            if isinstance(key, str) and type(container) is not Cell and (outermost or type(container) is not dict):
-                # An attribute of a class, a module, or a dictionary that exposes its keys as attributes.
-                yield _Name(f".{key}", depth, keys=keys)
-            spelt = key if type(key) is str and type(container) in _BY_KEY else None
-            yield from self._names_of(container, depth + 1, met | {id(thing)}, (spelt, *keys))
+    def _unplaced(self, length: Scalar | None) -> set[ContainerName]:
+        """Return names for a list in a tuple or a partial, or one that was named as an owner: its depth is unknown."""
+        given = () if length is None else (length.attribute, length.name or length.attribute)
+        words = {name.removeprefix(".") for name in given}
+        return {ContainerName(f"{dot}{word}", ANY_DEPTH) for word in words for dot in ("", ".")}

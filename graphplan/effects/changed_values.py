@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from graphplan.effects.allowed import allowing, describe
+from graphplan.effects.container_names import ContainerNames
 from graphplan.effects.trace_pair import TracePair
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.bytecode import plain_instructions
@@ -149,11 +150,13 @@ def find_left_flags(pair: TracePair) -> dict[str, Any]:
 def find_numbers(pair: TracePair) -> dict[str, NumberForm]:
     """Return numbers, by path, that all steps compute alike and no code reads: replays compute them. Refuse others."""
     found: dict[str, NumberForm] = {}
+    containers = ContainerNames(pair)
     for path, old, new in pair.changed("scalars"):
         if not (is_read_number(old) or is_read_number(new)):
             continue
         scalar = pair.walk.scalars.get(path)
-        if scalar is not None and not pair.tracks(path) and pair.second.reads.uses(scalar):
+        is_used = scalar is not None and not pair.tracks(path) and pair.second.reads.uses(scalar)
+        if scalar is not None and is_used and not containers.only_writes(scalar):
             raise HostScalarError(
                 f"the step's code reads {path}, which it also sets to a number that it reads from a tensor or "
                 "computes; a replay would always use one value. Keep it in a buffer: if the step reads the buffer "

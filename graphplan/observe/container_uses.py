@@ -8,7 +8,7 @@ only its loads are known (:mod:`graphplan.observe.names`).
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
@@ -24,6 +24,7 @@ class ContainerUse:
     ``name`` is the attribute (with a leading dot) or variable from which the container, or one around it, is loaded;
     ``depth`` is the number of item accesses from there. ``whole``: its contents may be looked at, too. ``own``: the
     attribute is one of ``self``. ``keys``: the keys of the first item accesses; None for a key that is no literal.
+    ``adds``: the use is ``+=`` on an item, which shows no list to the code, but the sum depends on a number.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ContainerUse:
     own: bool
     line: int
     keys: tuple[str | None, ...] = ()
+    adds: bool = False
 
 
 _GROWING = frozenset({"append", "extend", "appendleft", "extendleft"})
@@ -49,18 +51,25 @@ def container_uses(code: CodeType) -> frozenset[ContainerUse]:
     if nodes:
         # With an exception handler, a missing item may tell the code how many items there are.
         misses = any(isinstance(node, ast.ExceptHandler) for node in nodes) or "suppress" in code.co_names
-        return frozenset(look for node in nodes for look in _looks_at(tree, node, misses))
+        looks = (look for node in nodes for look in _looks_at(tree, node, misses))
+        return frozenset([*_looks_by_name(code, nodes), *looks])
     # Without source, each load other than for an append counts.
     found = names_of(code)
     attributes = [f".{name.removesuffix('[:]')}" for name in found.attributes if name.endswith("[:]")]
     return frozenset(ContainerUse(name, 0, True, False, code.co_firstlineno) for name in [*attributes, *found.read])
 
 
+def _looks_by_name(code: CodeType, nodes: Iterable[ast.AST]) -> Iterator[ContainerUse]:
+    """Yield looks at each attribute that ``getattr`` may take. The compiler joins literals (``"lo" + "gs"``)."""
+    if "getattr" in code.co_names:
+        calls = [node.lineno for node in nodes if isinstance(node, ast.Name) and node.id == "getattr"]
+        for text in {text for text in code.co_consts if type(text) is str}:
+            yield from (ContainerUse(f".{text}", 0, True, False, line) for line in calls or [code.co_firstlineno])
+
+
 def _looks_at(tree: SyntaxTree, node: ast.AST, misses: bool) -> Iterator[ContainerUse]:
     """Yield the looks that start at ``node``, if it loads an attribute or variable."""
     code, line = tree.code, getattr(node, "lineno", tree.code.co_firstlineno)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and "getattr" in code.co_names:
-        yield ContainerUse(f".{node.value}", 0, True, False, line)
     if not isinstance(node, ast.Name | ast.Attribute) or not tree.is_load(node):
         return
     name, own, depth = getattr(node, "id", ""), isinstance(node, ast.Attribute) and _is_self(node.value), 0
@@ -83,6 +92,9 @@ def _looks_at(tree: SyntaxTree, node: ast.AST, misses: bool) -> Iterator[Contain
         yield ContainerUse(name, depth, whole, own, line, keys)
     elif depth > 0 and _shows_itself(tree.parents[node], node):
         yield ContainerUse(name, depth + 1, True, own, line, keys)
+    elif isinstance(item := tree.parents[node], ast.Subscript) and isinstance(tree.parents[item], ast.AugAssign):
+        keys += (_key(item),) if len(keys) == depth else ()
+        yield ContainerUse(name, depth + 1, False, own, line, keys, adds=True)
 
 
 def _leads_on(tree: SyntaxTree, node: ast.AST) -> tuple[ast.AST, int] | None:
