@@ -33,6 +33,16 @@ _HIDDEN: WeakKeyDictionary[GraphPlanTrainer, _Hidden] = WeakKeyDictionary()
 """Values that the loop changes around each step. The walk over the trainer does not find them here."""
 
 
+class _AfterStep(TrainerCallback):
+    """Synchronizes gradients again after the loop's ``optimizer.step()``, as callbacks' ``zero_grad()`` needs."""
+
+    def __init__(self, gradient_state: Any) -> None:
+        self._gradient_state = gradient_state
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self._gradient_state._set_sync_gradients(True)
+
+
 class GraphPlanTrainer(Trainer):
     """A ``Trainer`` that replays its steps: forward, backward, gradient clipping and the optimizer's step.
 
@@ -91,7 +101,7 @@ class GraphPlanTrainer(Trainer):
             )
         if norm:
             self._grad_norm = (*norm,)
-            # The replay has stepped. The loop's own optimizer.step() does nothing unless gradients are synchronized.
+            # The replay has stepped. The loop's own optimizer.step() does nothing until :class:`_AfterStep`.
             self.accelerator.gradient_state._set_sync_gradients(False)
         return loss
 
@@ -106,6 +116,7 @@ class GraphPlanTrainer(Trainer):
             self.graphed = self._make(self._step, {"model": model, "optimizer": self.optimizer})
             refusals = self.graphed.machine.refusals
             escalates, self._with_optimizer = refusals.escalates, True
+            self.callback_handler.callbacks.insert(0, _AfterStep(self.accelerator.gradient_state))
             refusals.escalates = lambda error: error.component == "optimizer" or escalates(error)
         else:
             why = "graph_optimizer=False, a gradient scaler, a callback's on_pre_optimizer_step, or transformers < 5.6"
@@ -123,6 +134,8 @@ class GraphPlanTrainer(Trainer):
         return graph_step(step, owners=owners, **options)
 
     def _end(self) -> None:
+        callbacks = self.callback_handler.callbacks
+        callbacks[:] = [each for each in callbacks if not isinstance(each, _AfterStep)]
         if self.graphed is not None:
             self.graphed.close()
 

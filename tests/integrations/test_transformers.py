@@ -195,6 +195,43 @@ def test_an_optimizer_that_cannot_be_captured_is_left_to_the_loop(
     assert re.search(f"forward and backward alone are replayed: {why}", trainer.graphed.report())
 
 
+class Scaled(Trainer):
+    """Trains a parameter of its loss, which ``model.zero_grad()`` does not reach, as a callback's does."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self.scale = nn.Parameter(torch.ones(()))
+        optimizer.add_param_group({"params": [self.scale]})
+        return optimizer
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss * self.scale.exp() - self.scale
+
+
+class Zeroes(TrainerCallback):
+    def __init__(self) -> None:
+        self.scales: list[Tensor] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        scale = optimizer.param_groups[-1]["params"][0]
+        self.scales += [scale.detach().clone(), scale.grad.clone()]
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_callback_zeroes_gradients(accumulated: int, tmp_path: Path) -> None:
+    """After the loop's ``optimizer.step()``, which does nothing, the optimizer is as usual."""
+    scales = []
+    for kind in (Scaled, type("GraphedScaled", (Graphed, Scaled), {})):
+        zeroes = Zeroes()
+        trainer, _ = train(kind, tmp_path / kind.__name__, [zeroes], gradient_accumulation_steps=accumulated)
+        scales.append(zeroes.scales)
+        assert not any(type(each).__module__.startswith("graphplan") for each in trainer.callback_handler.callbacks)
+    assert_same(flatten(scales=scales[0]), flatten(scales=scales[1]))
+    assert trainer.graphed.stats.replayed > 2
+
+
 class Curriculum(Trainer):
     """Reads what the loop counts, in its loss."""
 
