@@ -113,10 +113,13 @@ class GraphPlanTrainer(Trainer):
         is_watched = bool(hooks - {TrainerCallback.on_pre_optimizer_step})
         is_left = is_watched or self.accelerator.scaler is not None or not hasattr(Trainer, "_clip_grad_norm")
         if self.graph_optimizer and not is_left:
-            self.graphed = self._make(self._step, {"model": model, "optimizer": self.optimizer})
-            refusals = self.graphed.machine.refusals
-            escalates, self._with_optimizer = refusals.escalates, True
+            self.graphed, self._with_optimizer = (
+                self._make(self._step, {"model": model, "optimizer": self.optimizer}),
+                True,
+            )
             self.callback_handler.callbacks.insert(0, _AfterStep(self.accelerator.gradient_state))
+            refusals = self.graphed.machine.refusals
+            escalates = refusals.escalates
             refusals.escalates = lambda error: error.component == "optimizer" or escalates(error)
         else:
             why = "graph_optimizer=False, a gradient scaler, a callback's on_pre_optimizer_step, or transformers < 5.6"

@@ -237,7 +237,7 @@ class Preparation:
                 stepped = [param for param in group["params"] if param.grad is not None]
                 is_unfit = any(param.grad.layout is not torch.strided for param in stepped)
                 if not is_unfit and group.get("fused"):
-                    is_unfit = not all(map(self._is_in_order, stepped))
+                    is_unfit = not all(map(self._stays_in_order, stepped))
                 if is_unfit:
                     self._unfit.add(index)
                 has_newcomers = not is_unfit and self._has_newcomers(group, stepped)
@@ -245,7 +245,7 @@ class Preparation:
                 if is_unfit or has_newcomers:
                     group.update(self._originals.get(index, {}))
 
-    def _is_in_order(self, param: Tensor) -> bool:
+    def _stays_in_order(self, param: Tensor) -> bool:
         """See :func:`_is_in_order`. State that was contiguous stays so until a state dict is loaded."""
         grad = param.grad
         if id(param) in self._contiguous and param.is_contiguous() and (grad is None or grad.is_contiguous()):
